@@ -37,7 +37,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.zero.flat import FlatLayout
-from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.groups import Groups, as_dtensor, local, own_storage
 from fastpar.zero.sharded_param import ShardedParam
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -121,6 +121,20 @@ def reading_whole() -> Iterator[None]:
     finally:
         handlers.clear()
         handlers.update(before)
+
+
+@contextmanager
+def _without_offsets(tensors: Sequence[Any]) -> Iterator[None]:
+    """DTensors whose parts have storages of their own in the block, in the same memory: torch.compile, which some
+    optimizers put around their update, takes no others."""
+    parts = [(x, x._local_tensor) for x in tensors if isinstance(x, DTensor) and x._local_tensor.storage_offset()]
+    for x, part in parts:
+        x._local_tensor = own_storage(part)
+    try:
+        yield
+    finally:
+        for x, part in parts:
+            x._local_tensor = part
 
 
 class Stepper:
@@ -266,10 +280,7 @@ class Stepper:
         try:
             for group in groups:
                 group["params"] = [p for p in group["params"] if wanted is None or id(p) in wanted]
-            how = (
-                self._as_plain_tensors if self._is_elementwise else _nothing if self._takes_dtensors else reading_whole
-            )
-            with torch.no_grad(), how():
+            with torch.no_grad(), self._as_it_takes_them():
                 self._raw(self.optimizer)
         finally:
             self._is_stepping = was_stepping
@@ -307,6 +318,19 @@ class Stepper:
         if elsewhere and any(local(x).device.type == "cpu" for x in self.parameters() if x.requires_grad):
             for name, value in elsewhere.items():
                 setattr(self.optimizer, name, value.cpu())
+
+    @contextmanager
+    def _as_it_takes_them(self) -> Iterator[None]:
+        """Parameters and gradients as plain rows, or as DTensors that look whole."""
+        if self._is_elementwise:
+            with self._as_plain_tensors():
+                yield
+        elif self._takes_dtensors:
+            yield
+        else:
+            held = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+            with reading_whole(), _without_offsets([*held, *(parameter.grad for parameter in held)]):
+                yield
 
     @contextmanager
     def _as_plain_tensors(self) -> Iterator[None]:

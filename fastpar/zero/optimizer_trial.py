@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -70,7 +70,8 @@ class _Trial:
 
     @property
     def remedy(self) -> str:
-        return "Use stage=0, or another optimizer" if self._like is None else "Use another optimizer"
+        other = "Use stage=0, or another optimizer" if self._like is None else "Use another optimizer"
+        return f"{other}, or set is_elementwise = True on it if it treats every element for itself"
 
     def rows(self, x: Tensor) -> Tensor:
         """What this rank has of x."""
@@ -100,8 +101,9 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
         return
     rows, spec = trial.sharded(value)
     sharded = as_parameter(rows.clone(), spec)
+    rows_of_grads = [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads]
     try:
-        _run(optimizer, options, {sharded: [as_parameter(trial.rows(x).clone(), spec).detach() for x in grads]})
+        _run(optimizer, options, {sharded: rows_of_grads}, trial.comms)
     except Exception as error:
         raise ValueError(
             f"{name} cannot be sharded: it reads across the elements of a parameter by what DTensor does not implement "
@@ -115,8 +117,7 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
     if not float(difference) <= _TOLERANCE * scale:
         raise ValueError(
             f"{name} cannot be sharded: two steps on rows of a parameter {shape} differ by {float(difference):.2g} "
-            f"from those on the whole one, which change it by {scale:.2g}. {trial.remedy}, or set is_elementwise = "
-            "True on it if it treats every element for itself and draws numbers"
+            f"from those on the whole one, which change it by {scale:.2g}. {trial.remedy}, as one that draws numbers"
         )
 
 
@@ -142,16 +143,30 @@ def _try_apart(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape:
 
 
 def _run(
-    optimizer: torch.optim.Optimizer, options: dict[str, Any], grads: Mapping[nn.Parameter, Sequence[Tensor]]
+    optimizer: torch.optim.Optimizer,
+    options: dict[str, Any],
+    grads: Mapping[nn.Parameter, Sequence[Tensor]],
+    comms: Sequence[Communicator] = (),
 ) -> None:
-    """Steps of a copy of the optimizer that has these parameters alone."""
+    """Steps of a copy of the optimizer that has these parameters alone. What a step raises on one rank of `comms`,
+    whose rows are not those of others, is raised on all."""
     inner: Any = object.__new__(type(optimizer))
     for key, value in vars(optimizer).items():
-        if key not in ("state", "param_groups", "step") and not key.startswith("_optimizer_"):  # the last are hooks
-            vars(inner)[key] = copied(value)
+        if key not in ("state", "param_groups", "step"):
+            is_hooks = key.startswith("_optimizer_")  # that the step of a base class looks for
+            vars(inner)[key] = OrderedDict() if is_hooks else copied(value)
     inner.state, inner.param_groups = defaultdict(dict), [{**copy.deepcopy(options), "params": [*grads]}]
-    with torch.no_grad(), reading_whole():
-        for step in zip(*grads.values(), strict=True):
-            for parameter, grad in zip(grads, step, strict=True):
-                parameter.grad = grad
-            inspect.unwrap(type(optimizer).step)(inner)
+    for step in zip(*grads.values(), strict=True):
+        error: Exception | None = None
+        for parameter, grad in zip(grads, step, strict=True):
+            parameter.grad = grad
+        try:
+            with torch.no_grad(), reading_whole():
+                inspect.unwrap(type(optimizer).step)(inner)
+        except Exception as raised:
+            error = raised
+        failed = torch.tensor(float(error is not None), device="cpu")
+        for comm in comms:
+            failed = comm.all_reduce(failed, "max")
+        if failed:
+            raise error or RuntimeError("on another rank")

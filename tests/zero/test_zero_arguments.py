@@ -296,6 +296,33 @@ def test_optimizers_are_tried_on_what_tensor_parallelism_has_split() -> None:
     run_ranks(2, probed_under_tensor_parallelism)
 
 
+class OfTwoRows(GlobalNorm):
+    """Raises where a rank has less than three rows."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if len(p.to_local() if hasattr(p, "to_local") else p) < 3:
+                    raise ZeroDivisionError("two rows")
+
+
+def raising_alone() -> str:
+    model = nn.Linear(4, 5)
+    GlobalNorm(model.parameters())  # torch puts hooks around a class's step when it makes the first one
+    with pytest.raises(ValueError, match="OfTwoRows cannot be sharded") as raised:
+        fp.zero.shard(model, OfTwoRows(model.parameters()), stage=1)
+    return str(raised.value)
+
+
+def test_what_an_optimizer_raises_on_some_rows_is_raised_on_all_ranks() -> None:
+    """Of five rows, the second of two ranks has two."""
+    first, second = run_ranks(2, raising_alone, timeout=60.0)
+    assert "on another rank" in first
+    assert "ZeroDivisionError: two rows" in second
+
+
 class Together(GlobalNorm):
     """Divides all gradients by one number, that of the step before."""
 

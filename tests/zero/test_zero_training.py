@@ -624,3 +624,44 @@ def test_numbers_that_an_optimizer_reads_are_those_of_one_process() -> None:
     for expected, *runs in run_ranks(2, adapting_runs):
         for stage, found in zip((1, 3), runs, strict=True):
             assert_close(found, expected, stage)
+
+
+@torch.compile(fullgraph=True, backend="eager")
+def descend(value: Tensor, grad: Tensor) -> None:
+    value.sub_(0.1 * grad.float() / (1.0 + grad.square().sum()))
+
+
+class Compiled(torch.optim.Optimizer):
+    """Its update of a parameter is a graph."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    descend(p.detach(), p.grad)
+
+
+def compiled_runs() -> list[Parameters]:
+    found = []
+    for stage in (None, 1, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 2, bias=False))
+        optimizer = Compiled(model.parameters())
+        if stage is not None:
+            shard(model, optimizer, stage, persistent_share=0.0)
+        (loss_of_all(model, 0, 2) if stage is None else loss_here(model, 0)).backward()
+        optimizer.step()
+        found.append(whole_values(model))
+        torch._dynamo.reset()  # of which 8 graphs are the limit
+    return found
+
+
+def test_optimizers_compile_their_updates() -> None:
+    """Rows have offsets in the memory that they share, which the compiler takes for none of a DTensor's."""
+    for expected, *runs in run_ranks(2, compiled_runs):
+        for stage, found in zip((1, 3), runs, strict=True):
+            assert_close(found, expected, stage)
