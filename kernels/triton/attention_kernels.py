@@ -25,7 +25,7 @@ import triton
 import triton.language as tl
 
 from fastpar.kernels.cross_entropy_row import tanh_and_slope
-from fastpar.kernels.grouped_gemm_kernels import multiply
+from fastpar.kernels.grouped_gemm_tiles import multiply
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

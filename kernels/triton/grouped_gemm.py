@@ -12,9 +12,9 @@ the weight transposed, which is a matter of strides. The features of a token's e
 `fastpar.kernels.moe_rows.sum_rows` from the plain rows of the second product: adding them in its epilogue would take
 atomics, whose order changes from run to run.
 
-`grouped_gemm_kernels.py` has the kernels. Blocks are chosen by a table, from shapes alone.
-Gathering rows in the first operand is ScatterMoE's idea (arXiv:2403.08245), the backward that keeps x and hidden only
-SonicMoE's (arXiv:2512.14080).
+`grouped_gemm_kernels.py` and `grouped_act_kernels.py` have the kernels. Blocks are chosen by a table, from shapes
+alone. Gathering rows in the first operand is ScatterMoE's idea (arXiv:2403.08245), the backward that keeps x and hidden
+only SonicMoE's (arXiv:2512.14080).
 
 Timed on an H200 as the experts of moe_mlp.py: docs/benchmarks.md. The persistent grid against one program a tile, whole
 forward by CUDA graph, bfloat16 (TFLOP/s), equal bits:
@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.kernels import grouped_act_kernels as act_kernels
 from fastpar.kernels import grouped_gemm_kernels as kernels
 from fastpar.kernels.launch import cdiv, next_power_of_2
 from fastpar.kernels.launch import launch_named as launch
@@ -298,7 +299,7 @@ def grouped_linear_act(
     if config is None:
         config = configuration(groups.rows_per_expert, cols, x.dtype, x.device, sums=2 if halves.gated else 1)
         config = _walks(cols, x.shape[1], config, spills=activation != "swiglu" or interleaved)
-    launch(kernels.grouped_gemm_act_kernel, _programs(groups, cols, config), x.device, {
+    launch(act_kernels.grouped_gemm_act_kernel, _programs(groups, cols, config), x.device, {
         "x": x, "stride_x": x.stride(0), "index": index, "second": halves.second * weight.stride(1),
         "bias": None if bias is None else bias.contiguous(), "scale": scale, "row_weights": row_weights,
         "hidden": hidden, "act": act, "stride_hidden": total, "limit": limit, "alpha": alpha,
@@ -352,7 +353,7 @@ def grouped_linear_dact(
         config = dact_configuration(groups.rows_per_expert, cols, dout.dtype, dout.device)
         config = _walks(cols, dout.shape[1], config, spills=interleaved)
     dots = hidden.new_empty((cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
-    launch(kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
+    launch(act_kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
         "dout": dout, "stride_dout": dout.stride(0), "index": index, "row_weights": row_weights, "hidden": hidden,
         "dhidden": dhidden, "act": act, "dots": dots, "stride_hidden": hidden.shape[1], "step": halves.step,
         "second_hidden": halves.second, "limit": limit, "alpha": alpha, "num_rows": groups.num_rows,
