@@ -85,6 +85,15 @@ class Agreement:
         raise self.problem if isinstance(self.problem, Exception) else ValueError(self.problem) from None
 
 
+def problem_of(work: Callable[[], object]) -> Exception | None:
+    """What the work raises, for `raise_on_all`."""
+    try:
+        work()
+    except Exception as error:
+        return error
+    return None
+
+
 def raise_on_all(problem: Exception | None, comm: Communicator, of_others: Callable[[list[int]], Exception]) -> None:
     """Raise this rank's problem, or where it has none what `of_others` makes of the ranks that have one. Collective:
     one all-gather of a byte, in host memory."""

@@ -85,11 +85,6 @@ class PendingForwards:
             item.is_rerun = True
 
 
-def is_rerun() -> bool:
-    """Whether this thread is in backward, where layers are only run again."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _graph_of(out: Tensor) -> list[dict[str, Any]]:
     """What lives as long as this forward may be differentiated: dicts of its graph's nodes; none where nothing does."""
     if out.grad_fn is not None:

@@ -20,10 +20,11 @@ from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.context import layout as layouts
 from fastpar.context.packed import cheapest
-from fastpar.context.pending import PendingForwards, is_rerun
+from fastpar.context.pending import PendingForwards
 from fastpar.context.weights import WeightChecks
 from fastpar.contracts import refuse_capture
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, Ranges, num_tokens, positions
+from fastpar.ops._autograd import in_backward
 from fastpar.ops.context_attention.api import context_attention
 from fastpar.ops.context_attention.choose import flops_an_element, resolve_method
 from fastpar.ops.context_attention.methods import Method
@@ -272,7 +273,7 @@ class ContextRegion:
                 f"{placement.num_tokens}, got {list(q.shape)} and {list(k.shape)}: every batch goes through it, and a "
                 "cache of keys has to be empty"
             )
-        reruns = is_rerun()
+        reruns = in_backward()
         if reruns and not self._is_restored:
             self._pending.check(placement.key)
         drop = None

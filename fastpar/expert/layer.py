@@ -24,7 +24,6 @@ from fastpar.comm import (
 )
 from fastpar.contracts.linear import autocast_dtype
 from fastpar.contracts.moe import ExpertRule, activate
-from fastpar.expert.losses import in_backward
 from fastpar.expert.placement import Placement
 from fastpar.expert.presets import RouterPreset
 from fastpar.expert.presets import preset as find_preset
@@ -32,6 +31,7 @@ from fastpar.expert.replicas import ExpertReplicas, check_equal
 from fastpar.expert.router import MAX_EXPERTS, Router, check_dtype
 from fastpar.expert.weights import ExpertGroups, make_expert_weight, unwrap
 from fastpar.mesh import Mesh
+from fastpar.ops._autograd import in_backward
 from fastpar.ops.moe.capacity import moe_capacity
 from fastpar.ops.moe.mlp import moe_mlp
 from fastpar.ops.moe.plan import DEFAULT_DISPATCH, Dispatch

@@ -36,6 +36,7 @@ from torch import Tensor
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.comm import Communicator, GroupLike
 from fastpar.comm.recompute_cache import kept
+from fastpar.ops._autograd import in_backward
 from fastpar.reference.moe_route import count
 
 BALANCE = ("none", "switch", "huggingface", "sequence", "global_batch")
@@ -312,11 +313,6 @@ def attach_loss(x: Tensor, loss: Tensor, *, coeff: float = 1.0, scale: float | T
         raise ValueError(f"loss must be a scalar, got shape {tuple(loss.shape)}")
     attached: Tensor = AttachLoss.apply(x, loss, coeff, scale)
     return attached
-
-
-def in_backward() -> bool:
-    """Whether this code runs within a backward pass: in a forward, it is a second one then."""
-    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def when_it_counts(x: Tensor, notice: Callable[[], None]) -> Tensor:

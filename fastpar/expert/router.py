@@ -19,11 +19,11 @@ from fastpar.expert.losses import (
     attach_loss,
     aux_loss,
     global_batch_aux_loss,
-    in_backward,
     sequence_aux_loss,
     when_it_counts,
     z_loss,
 )
+from fastpar.ops._autograd import in_backward
 from fastpar.ops.moe.route import RouteRule, Routing, expert_choice_route, moe_route, router_logits, top_experts
 
 MAX_EXPERTS = 1 << 20

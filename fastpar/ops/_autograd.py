@@ -20,6 +20,11 @@ from torch.utils._pytree import tree_map_only
 _SCALE_BLOCK = 1 << 26  # elements; 256 MiB of float32
 
 
+def in_backward() -> bool:
+    """Whether this thread is in backward, where a checkpoint runs layers again."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def needs_grad(*tensors: Tensor | None) -> bool:
     """Whether a call with these inputs has to leave something for backward."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)

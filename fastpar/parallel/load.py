@@ -28,7 +28,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
-from fastpar.comm.agree import raise_on_all
+from fastpar.comm.agree import problem_of, raise_on_all
 from fastpar.comm.ranges import annotate
 from fastpar.context.region import Context
 from fastpar.mesh import Mesh
@@ -111,7 +111,7 @@ def opened_on_all(
 ) -> Iterator[PretrainedWeights]:
     """A folder and the model that it is for, which may have to be built. Collective: as `load_pretrained` raises."""
     found: list[PretrainedWeights] = []
-    problem = _problem_of(lambda: found.append(_opened(model, path, everyone, dtype, strict)))
+    problem = problem_of(lambda: found.append(_opened(model, path, everyone, dtype, strict)))
     try:
         raise_on_all(problem, everyone, _of_others)
         yield found[0]
@@ -195,7 +195,7 @@ class PretrainedWeights:
 
     def fill_on_all(self, held: Sequence[HeldTensor]) -> None:
         """Read what this rank holds of each tensor. Collective: what is wrong on one rank is raised on all."""
-        raise_on_all(_problem_of(lambda: self._fill(held)), self.everyone, _of_others)
+        raise_on_all(problem_of(lambda: self._fill(held)), self.everyone, _of_others)
         total = sum(entry.nbytes for entry in self.folder.entries.values())
         _log.info("read %d of %d bytes in %s", self.folder.bytes_read, total, self.folder.path)
 
@@ -483,14 +483,6 @@ def device_of(mesh: Any, device: str | torch.device | None = None) -> torch.devi
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     return device
-
-
-def _problem_of(work: Callable[[], Any]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:
-        return error
-    return None
 
 
 def _of_others(ranks: list[int]) -> Exception:

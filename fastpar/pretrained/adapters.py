@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.comm.agree import raise_on_all
+from fastpar.comm.agree import problem_of, raise_on_all
 
 
 def is_adapted_model(model: object) -> bool:
@@ -95,7 +95,9 @@ def save_adapters(model: Any, folder: Path, values: Mapping[str, Any], everyone:
         name: values[name]().cpu() if is_taken else described[name]
         for name, is_taken in zip(names, taken.tolist(), strict=True)
     }
-    return _caught(lambda: type(model).save_pretrained(model, folder, state_dict=state)) if everyone.rank == 0 else None
+    if everyone.rank != 0:
+        return None
+    return problem_of(lambda: type(model).save_pretrained(model, folder, state_dict=state))
 
 
 def _chosen(model: Any, state: Mapping[str, Tensor]) -> list[Tensor]:
@@ -113,11 +115,3 @@ def _chosen(model: Any, state: Mapping[str, Tensor]) -> list[Tensor]:
             "shards, as they are computed when they are saved: fastpar.unparallelize(model), or zero.detach(), before"
         )
     return found
-
-
-def _caught(work: Callable[[], None]) -> Exception | None:
-    try:
-        work()
-    except Exception as error:
-        return error
-    return None

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.ops._autograd import in_backward
 from fastpar.tensor import ColumnParallelLinear, GridLinear
 from fastpar.tensor.parameter import local_tensor
 
@@ -89,7 +90,7 @@ class ModuleTrace:
 
     def _hooks(self, path: str) -> tuple[Any, Any]:
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if _in_backward():
+            if in_backward():
                 return None
             self.step.parents.setdefault(path, self.active[-1] if self.active else None)
             self.active.append(path)
@@ -108,7 +109,7 @@ class ModuleTrace:
 
         def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             outputs = _tensors(output)
-            if _in_backward():
+            if in_backward():
                 call = self._reruns[path]
                 self._reruns[path] += 1
             else:
@@ -143,10 +144,6 @@ def takes_views(module: nn.Module) -> bool:
     """
     shares = isinstance(module, ColumnParallelLinear | GridLinear) and module.shared_input is not None
     return not shares and "forward" not in module.__dict__
-
-
-def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def _copy(x: Tensor) -> Tensor:

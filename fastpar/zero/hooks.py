@@ -447,7 +447,3 @@ def _is_mutable(value: Any) -> bool:
 def containers(args: Any, kwargs: Any) -> list[Any]:
     """Arguments that a module may have put results into."""
     return [x for x in (*args, *kwargs.values()) if x is not None and not isinstance(x, (Tensor, int, float, str))]
-
-
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1

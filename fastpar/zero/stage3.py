@@ -54,6 +54,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.ops._autograd import in_backward
 from fastpar.optim._masters import version_of
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
@@ -69,7 +70,6 @@ from fastpar.zero.hooks import (
     UnitState,
     UnshardedCapture,
     containers,
-    in_backward,
     results_in,
 )
 from fastpar.zero.offload.shard_store import ShardStore

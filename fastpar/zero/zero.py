@@ -24,6 +24,7 @@ from fastpar.arguments import checked
 from fastpar.clip import GradSum
 from fastpar.comm.ranges import annotate
 from fastpar.ddp import OVER_ZERO, ClosedToDDP
+from fastpar.ops._autograd import in_backward
 from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
@@ -31,7 +32,7 @@ from fastpar.tensor.held import HeldTensor, Index, index_of
 from fastpar.zero import memory, state_dict
 from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
-from fastpar.zero.hooks import ForwardHook, LoadStates, ZeroGrad, hook_casts, in_backward
+from fastpar.zero.hooks import ForwardHook, LoadStates, ZeroGrad, hook_casts
 from fastpar.zero.masters import Masters
 from fastpar.zero.offload.shard_store import DiskStates
 from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper

@@ -14,9 +14,9 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from fastpar.arguments import checked_fields
-from fastpar.context.pending import is_rerun
 from fastpar.context.region import REGION, ContextRegion
 from fastpar.contracts.attention import AttentionMask
+from fastpar.ops._autograd import in_backward
 from fastpar.parallel.changes import Changes
 from fastpar.parallel.styles.base import Style, SwapContext
 
@@ -172,7 +172,7 @@ class _AttentionMode(TorchFunctionMode):
 def _refuse_checkpoint(path: str, module: nn.Module) -> None:
     """ValueError for a call within a checkpoint that is within the module's forward: backward repeats what is in the
     checkpoint, without the module's hooks, and would attend over this rank's tokens."""
-    frame: Any = None if is_rerun() else sys._getframe(2)
+    frame: Any = None if in_backward() else sys._getframe(2)
     while frame is not None and frame.f_globals is not vars(torch.utils.checkpoint):
         if frame.f_code is _CALL and frame.f_locals.get("self") is module:
             return

@@ -37,6 +37,7 @@ from torch.nn import functional as F
 
 from fastpar.arguments import checked, checked_fields
 from fastpar.comm import shard_range
+from fastpar.contracts import compute_dtype
 from fastpar.ops._autograd import own_grad, set_own_grad
 
 
@@ -145,7 +146,7 @@ class ShardedHead(nn.Module):
     def forward(self, hidden: Tensor, target: Tensor) -> tuple[Results, Kept]:
         """S: hidden [N, H], target [N]."""
         weight = _local(self.weight)
-        logits = self.logits(hidden).to(_accumulator(hidden.dtype))
+        logits = self.logits(hidden).to(compute_dtype(hidden.dtype))
         here = self._here(target)
         index = target[here] - self.start
         if self.start == self.stop:
@@ -238,10 +239,6 @@ def combine(head: ShardedHead, target: Tensor, results: list[Results], divisor: 
         here = counted & (target >= start) & (target < stop)
         total[here] += own[here] * one.rows
     return Combined(loss, total.to(results[0].product.dtype), normalisers)
-
-
-def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _local(tensor: Tensor) -> Tensor:
