@@ -1,4 +1,4 @@
-// The shared-memory transport as C functions, for fastpar/comm/_shared_library.py.
+// The shared-memory transport as C functions, for fastpar/comm/shared_memory/library.py.
 //
 // Not ops: a call through ctypes costs a microsecond, the dispatcher several, and a small collective takes less than
 // one. A status other than 0 (CommStatus) comes with a text in fastpar_comm_error().

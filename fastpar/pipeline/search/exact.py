@@ -157,7 +157,7 @@ class _BranchAndBound:
 class Exact:
     """What branch and bound found.
 
-    orders    complete orders (codes of `search_model`) that are shorter than what was known; None: there are none
+    orders    complete orders (codes of `Model`) that are shorter than what was known; None: there are none
     makespan  theirs, or of what was known
     is_final  nothing is shorter, of all schedules with microbatches in ascending order per stage; False: there were
               not enough nodes to say so
