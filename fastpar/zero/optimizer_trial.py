@@ -93,6 +93,9 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
     generator = torch.Generator().manual_seed(len(shape))
     value = torch.randn(shape, generator=generator, device="cpu")
     grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS)]
+    half = shape[0] // 2
+    for grad, rows in zip(grads, (slice(half), slice(half, None)), strict=True):
+        grad[rows] *= 8.0  # a rank's share of a norm is another in each step, as Adam divides by a factor that stays
     name = type(optimizer).__name__
     whole = nn.Parameter(value.clone())
     try:
@@ -159,7 +162,7 @@ def _run(
     for step in zip(*grads.values(), strict=True):
         error: Exception | None = None
         for parameter, grad in zip(grads, step, strict=True):
-            parameter.grad = grad
+            parameter.grad = grad.clone()  # which a step may write to
         try:
             with torch.no_grad(), reading_whole():
                 inspect.unwrap(type(optimizer).step)(inner)
