@@ -477,14 +477,15 @@ def plan_units(model: nn.Module, units: UnitsLike = None) -> list[UnitPlan]:
 
     units  None: each entry of the outermost nn.ModuleList, nn.Sequential and nn.ModuleDict with several modules of
            one class that has parameters; then the largest other modules without such lists in them; parameters of a
-           module around lists are a unit that stays whole while that module runs.
+           module around lists are a unit that stays whole while that module runs. What has no forward, as an
+           nn.ParameterList, goes with the module around it that has one.
            Else modules, their paths, or sequences of those, each a unit, of which an inner one has its own parameters;
            what is left is a unit that stays whole while the model runs.
 
     Raises ValueError for a path that is not there, a module that is not the model's, and a unit given twice.
     """
     paths = {module: path for path, module in model.named_modules()}
-    plans = list(_default(model, "")) if units is None else _given(model, units, paths)
+    plans = _by_who_runs(model, list(_default(model, ""))) if units is None else _given(model, units, paths)
     claims: dict[nn.Parameter, list[int]] = {}
     for index, plan in enumerate(plans):
         for parameter in _claimed(plan, plans):
@@ -534,6 +535,30 @@ def _default(module: nn.Module, path: str) -> Iterator[UnitPlan]:
             yield UnitPlan(path, [module])
         for name, child in module.named_children():
             yield from _default(child, _join(path, name))
+
+
+def _runs(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def _is_read_from_around(module: nn.Module) -> bool:
+    """Whether parameters in a module are those of one that does not run, and in none that does."""
+    return not _runs(module) and (
+        any(parameter is not None for parameter in module._parameters.values())
+        or any(_is_read_from_around(child) for child in module.children())
+    )
+
+
+def _by_who_runs(model: nn.Module, plans: Sequence[UnitPlan]) -> list[UnitPlan]:
+    """The plans, with the module that reads them in the place of those that hold parameters and do not run."""
+    found = [plan for plan in plans if not _is_read_from_around(plan.modules[0])]
+    for path in [plan.name for plan in plans if plan not in found]:
+        while path and not _runs(model.get_submodule(path)):
+            path = path.rpartition(".")[0]
+        reader = model.get_submodule(path)
+        if all(plan.modules != [reader] for plan in found):
+            found.append(UnitPlan(path, [reader]))
+    return found
 
 
 def _given(

@@ -866,6 +866,40 @@ def test_a_weight_that_layers_share_is_a_unit_of_its_own() -> None:
     assert plans["layers.0.down"].modules == [layer.down for layer in model.layers]
 
 
+class Lists(nn.Module):
+    """Reads parameters of lists and dicts, which have no forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
+        self.gates = nn.ParameterList(nn.Parameter(torch.rand(5, 5)) for _ in range(2))
+        self.held = nn.ModuleDict({"ends": nn.ParameterDict({"last": nn.Parameter(torch.rand(5, 3))})})
+        self.sides = nn.ModuleList(nn.ModuleDict({"w": nn.ParameterList([torch.rand(5, 5)])}) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, gate, side in zip(self.layers, self.gates, self.sides, strict=True):
+            x = torch.tanh(layer(x) @ gate @ side["w"][0])
+        return x @ self.held["ends"]["last"]
+
+
+def lists_run() -> list[dict[str, Tensor]]:
+    found = []
+    for stage in (2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 5), Lists())
+        fp.zero.shard(model, torch.optim.SGD(model.parameters()), stage=stage, persistent_share=0.0)
+        model(torch.full((2, 5), dist.get_rank() + 0.5)).square().sum().backward()
+        found.append({name: p.grad.full_tensor() for name, p in model.named_parameters()})  # type: ignore[union-attr]
+    return found
+
+
+def test_parameters_in_lists_go_with_the_module_that_reads_them() -> None:
+    assert {plan.name: len(plan.names) for plan in plan_units(Lists())} == {"": 5, "layers.0": 2, "layers.1": 2}
+    for stage2, stage3 in run_ranks(2, lists_run):
+        for name, grad in stage2.items():
+            torch.testing.assert_close(stage3[name], grad, msg=name)
+
+
 def test_units_that_do_not_fit_are_errors() -> None:
     model = Text()
     with pytest.raises(ValueError, match=r"the model has no module 'layers.7'"):
