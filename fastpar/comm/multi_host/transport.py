@@ -8,8 +8,8 @@ those of one host, nor of other hosts. NaN wins in max and min.
 Only the lowest rank of a host, its leader, uses the network, so a host of L ranks sends what one rank would:
 an all_reduce of n bytes moves 2 (H - 1) / H n bytes out of each of H hosts. What has nothing to gain from that goes
 as if every rank were alone on its host ("flat"): all_to_all (with scatter and gather), and little data in small groups
-(`_flat_way`), whose sums are in the order of ranks. Ranks of which some call what goes one way, and some the other, hear
-of it at the deadline only.
+(`_flat_way`), whose sums are in the order of ranks. Ranks of which some call what goes one way, and some the other,
+hear of it at the deadline only.
 
 The same transport, with every rank alone on its host, serves CPU ranks that cannot share memory at all, and those who
 ask for transport="torch". It uses a gloo backend of its own, not the group's: what users launch on that themselves is
