@@ -36,7 +36,7 @@ from fastpar.planner.models import find_model
 from fastpar.precision import LossScaler, Precision
 from fastpar.tensor import local_tensor
 from fastpar.zero.options import PERSISTENT_SHARE, NamedParameters
-from fastpar.zero.param_group import small_names
+from fastpar.zero.unit_plan import small_names
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizers]

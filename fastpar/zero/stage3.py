@@ -75,10 +75,11 @@ from fastpar.zero.hooks import (
 from fastpar.zero.offload.shard_store import ShardStore
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_classes import guard_at_rest, release_at_rest
-from fastpar.zero.param_group import ParamGroup, UnitPlan, plan_units, small_names
+from fastpar.zero.param_group import ParamGroup
 from fastpar.zero.quantized_gather import GatherFormats
 from fastpar.zero.replica_writes import Replica, ReplicaWrites
 from fastpar.zero.sharded_param import ShardedParam, places_of
+from fastpar.zero.unit_plan import UnitPlan, plan_units, small_names
 
 
 def _versions_at_rest(unit: ParamGroup) -> list[int]:

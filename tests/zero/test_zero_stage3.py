@@ -18,8 +18,8 @@ from fastpar.precision import Precision
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.groups import Groups
 from fastpar.zero.options import ShardOptions
-from fastpar.zero.param_group import plan_units, small_names
 from fastpar.zero.stage3 import Stage3
+from fastpar.zero.unit_plan import plan_units, small_names
 from tests.dist import run_ranks
 from tests.zero.zero_ranks import whole_values
 
