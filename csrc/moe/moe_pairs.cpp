@@ -116,16 +116,41 @@ Tensor pair_slots_cpu(const Tensor& order_in, const Tensor& counts_in, const Ten
 
 constexpr int kRunNumbers = 5;  // table, begin, count, row, token
 
-template <typename Index>
-void write_run(const Index* pairs, const float* weights, int64_t count, int64_t first_token, int64_t top_k,
-               int64_t* source, float* row_weights) {
+template <typename Index, typename Weight>
+void write_run(const Index* pairs, const Weight* weights, int64_t count, int64_t first_token, int64_t top_k,
+               int64_t* source, Weight* row_weights) {
   const uint32_t divisor = static_cast<uint32_t>(top_k);  // of 32 bits, a third of the time
   for (int64_t n = 0; n < count; ++n) {
     const uint64_t pair = static_cast<uint64_t>(pairs[n]);
     const uint64_t token = pair >> 32 == 0 ? static_cast<uint32_t>(pair) / divisor : pair / divisor;
     source[n] = first_token + static_cast<int64_t>(token);
-    row_weights[n] = weights == nullptr ? 1.0f : weights[n];
+    row_weights[n] = weights == nullptr ? Weight{1} : weights[n];
   }
+}
+
+// `weights` are of this type, or none.
+template <typename Weight>
+void write_runs(const std::vector<Tensor>& orders, const std::vector<Tensor>& weights, const Tensor& runs,
+                int64_t top_k, int64_t* source, Tensor& row_weights) {
+  const int64_t num_rows = row_weights.numel();
+  const int64_t* run = runs.const_data_ptr<int64_t>();
+  Weight* weight = row_weights.mutable_data_ptr<Weight>();
+  std::fill(weight, weight + num_rows, Weight{0});
+  const int64_t grain = std::max<int64_t>(1, kBlockPairs * runs.size(0) / std::max<int64_t>(num_rows, 1));
+  torch::stable::parallel_for(0, runs.size(0), grain, [&](int64_t begin, int64_t end) {
+    for (const int64_t* r = run + begin * kRunNumbers; r < run + end * kRunNumbers; r += kRunNumbers) {
+      const size_t table = static_cast<size_t>(r[0]);
+      const Weight* of_run = weights.empty() ? nullptr : weights[table].const_data_ptr<Weight>() + r[1];
+      const auto write = [&](const auto* pairs) {
+        write_run(pairs + r[1], of_run, r[2], r[4], top_k, source + r[3], weight + r[3]);
+      };
+      if (orders[table].scalar_type() == ScalarType::Int) {
+        write(orders[table].const_data_ptr<int32_t>());
+      } else {
+        write(orders[table].const_data_ptr<int64_t>());
+      }
+    }
+  });
 }
 
 std::tuple<Tensor, Tensor> row_sources_cpu(std::vector<Tensor> orders, std::vector<Tensor> weights,
@@ -137,9 +162,12 @@ std::tuple<Tensor, Tensor> row_sources_cpu(std::vector<Tensor> orders, std::vect
                   "orders must be int64 or int32");
     x = dense(x);
   }
+  const ScalarType weight_type = weights.empty() ? ScalarType::Float : weights[0].scalar_type();
+  FASTPAR_CHECK(weight_type == ScalarType::Float || weight_type == ScalarType::Double,
+                "weights must be float32 or float64");
   for (size_t t = 0; t < weights.size(); ++t) {
-    FASTPAR_CHECK(weights[t].scalar_type() == ScalarType::Float && weights[t].numel() == orders[t].numel(),
-                  "weights must be float32, of the sizes of orders");
+    FASTPAR_CHECK(weights[t].scalar_type() == weight_type && weights[t].numel() == orders[t].numel(),
+                  "weights must be of one dtype, and of the sizes of orders");
     weights[t] = dense(weights[t]);
   }
   const Tensor runs = dense(runs_in);
@@ -151,24 +179,14 @@ std::tuple<Tensor, Tensor> row_sources_cpu(std::vector<Tensor> orders, std::vect
                       r[1] + r[2] <= orders[static_cast<size_t>(r[0])].numel() && r[3] >= 0 && r[3] + r[2] <= num_rows,
                   "a run is out of bounds: table ", r[0], ", begin ", r[1], ", count ", r[2], ", row ", r[3]);
   }
-  Tensor source = empty_cpu({num_rows}, ScalarType::Long), row_weights = empty_cpu({num_rows}, ScalarType::Float);
+  Tensor source = empty_cpu({num_rows}, ScalarType::Long), row_weights = empty_cpu({num_rows}, weight_type);
   int64_t* to = source.mutable_data_ptr<int64_t>();
-  float* weight = row_weights.mutable_data_ptr<float>();
   std::fill(to, to + num_rows, int64_t{-1});
-  std::fill(weight, weight + num_rows, 0.0f);
-  const int64_t grain = std::max<int64_t>(1, kBlockPairs * runs.size(0) / std::max<int64_t>(num_rows, 1));
-  torch::stable::parallel_for(0, runs.size(0), grain, [&](int64_t begin, int64_t end) {
-    for (const int64_t* r = run + begin * kRunNumbers; r < run + end * kRunNumbers; r += kRunNumbers) {
-      const Tensor& order = orders[static_cast<size_t>(r[0])];
-      const float* weights_of_run =
-          weights.empty() ? nullptr : weights[static_cast<size_t>(r[0])].const_data_ptr<float>() + r[1];
-      if (order.scalar_type() == ScalarType::Int) {
-        write_run(order.const_data_ptr<int32_t>() + r[1], weights_of_run, r[2], r[4], top_k, to + r[3], weight + r[3]);
-      } else {
-        write_run(order.const_data_ptr<int64_t>() + r[1], weights_of_run, r[2], r[4], top_k, to + r[3], weight + r[3]);
-      }
-    }
-  });
+  if (weight_type == ScalarType::Double) {
+    write_runs<double>(orders, weights, runs, top_k, to, row_weights);
+  } else {
+    write_runs<float>(orders, weights, runs, top_k, to, row_weights);
+  }
   return {source, row_weights};
 }
 

@@ -62,11 +62,11 @@ def row_sources(
     """Token and weight of every row, from runs of sorted pairs.
 
         orders       [n_s]   int64 or int32: of `sort_pairs`, of several ranks
-        weights      [n_s]   float32, in the same order; None: 1
+        weights      [n_s]   float32 or float64, in the same order; None: 1, in float32
         runs         [R, 5]  int64: the table, its first pair that is meant, how many, the first of their rows, and what
                              is added to the numbers of their tokens. No two runs have the same rows
         source       [num_rows]  int64: t of the pair t * top_k + k of each row; -1: the row is of no run
-        row_weights  [num_rows]  float32; 0 where source is -1
+        row_weights  [num_rows]  as weights; 0 where source is -1
 
     Worked example: orders [[1, 2, 0]], weights [[5, 6, 7]], runs [[0, 0, 2, 1, 10], [0, 2, 1, 3, 10]], top_k 2, 5 rows:
     source [-1, 10, 11, 10, -1], row_weights [0, 5, 6, 7, 0].
@@ -74,7 +74,9 @@ def row_sources(
     device = runs.device
     all_pairs = torch.cat([order.reshape(-1).long() for order in orders])
     if len(runs) == 0 or len(all_pairs) == 0:
-        return torch.full((num_rows,), -1, dtype=torch.int64, device=device), torch.zeros(num_rows, device=device)
+        dtype = weights[0].dtype if weights else torch.float32
+        nothing = torch.zeros(num_rows, dtype=dtype, device=device)
+        return torch.full((num_rows,), -1, dtype=torch.int64, device=device), nothing
     sizes = torch.tensor([len(order) for order in orders], device=device)
     # Every row looks for its run, so that the host of a device need not know how many rows have one. Of runs that begin
     # at one row the last is found, which is the one that is not empty.

@@ -171,7 +171,7 @@ def experts(over: str, sizes: tuple[int, ...], rule: Any) -> dict[str, Tensor]:
     with within_hosts(over):
         once, chunked = run_chunks(sizes, rule, HIERARCHICAL, (1, 2))
         assert all(torch.equal(once[name], chunked[name]) for name in once)
-        return run_experts(sizes, torch.float32, rule, HIERARCHICAL)
+        return run_experts(sizes, torch.float64, rule, HIERARCHICAL)
 
 
 def sent_again(over: str) -> bool:

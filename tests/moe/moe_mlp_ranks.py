@@ -39,6 +39,8 @@ def problem(dtype: torch.dtype, rule: ExpertRule, tokens: int = 23, biased: bool
         "second": second,
         "dout": random(tokens, HIDDEN),
     }
+    if dtype == torch.float64:
+        given["weights"] = given["weights"].double() / 3  # numbers that float32 has not
     if biased:
         given |= {"first_bias": random(EXPERTS, outer), "second_bias": random(EXPERTS, HIDDEN)}
     return given

@@ -44,7 +44,7 @@ RULES = {
     "transposed": ExpertRule(transposed=True),
     "gpt-oss": ExpertRule("clamped_swiglu", transposed=True, interleaved=True, limit=1.0),
 }
-TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2.0**-6}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 5e-6, torch.bfloat16: 2.0**-6}
 
 
 def assert_close(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
@@ -66,6 +66,13 @@ def exact(given: dict[str, Tensor], rule: ExpertRule) -> dict[str, Tensor]:
 def test_output_and_all_gradients_match_a_float64_loop(rule):
     given = problem(torch.float32, rule)
     assert_close(gradients(moe_mlp, given, rule=rule), exact(given, rule), TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("weigh", WEIGH)
+def test_float64_is_nowhere_less(weigh):
+    rule = ExpertRule(weigh=weigh)
+    given = problem(torch.float64, rule)
+    assert_close(gradients(moe_mlp, given, rule=rule), exact(given, rule), TOLERANCE[torch.float64])
 
 
 @pytest.mark.parametrize("weigh", WEIGH)
@@ -278,13 +285,14 @@ def assert_ranks_match_one(size: int, dtype: torch.dtype, rule: ExpertRule, opti
     found = run_ranks(size, run_experts, SIZES[size], dtype, rule, options)
     whole = gradients(moe_mlp, problem(dtype, rule), rule=rule)
     joined = {name: torch.cat([each[name] for each in found]) for name in whole}
-    assert_close(joined, whole, 4 * 2.0**-9 if dtype == torch.bfloat16 else 1e-6)
+    assert_close(joined, whole, {torch.bfloat16: 4 * 2.0**-9, torch.float32: 1e-6, torch.float64: 1e-13}[dtype])
 
 
 @pytest.mark.parametrize("weigh", WEIGH)
 @pytest.mark.parametrize("transport", ["shared_memory", "all_to_all"])
 def test_two_ranks_match_one(transport, weigh):
-    assert_ranks_match_one(2, torch.float32, ExpertRule(weigh=weigh), {"transport": transport})
+    for dtype in (torch.float32, torch.float64):
+        assert_ranks_match_one(2, dtype, ExpertRule(weigh=weigh), {"transport": transport})
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,7 @@ def test_pairs_are_sorted_and_placed_as_by_the_reference(
     zeros = torch.zeros_like(counts)
     runs = torch.stack([zeros, begins, counts, first, zeros + 5], 1)
     num_rows = len(order) + 3 * num_experts + 2
-    for weights in (None, [random(len(order))]):
+    for weights in (None, [random(len(order))], [random(len(order)).double() / 3]):
         found = ops.row_sources([order.to(dtype)], weights, runs, top_k, num_rows)
         wanted = reference.row_sources([order], weights, runs, top_k, num_rows)
         assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

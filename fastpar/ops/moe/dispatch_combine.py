@@ -123,7 +123,8 @@ def moe_dispatch(
                           The same expert may stand there twice
         weights  [T, K]   of the choices; None: 1
         rows     [N, H]   by expert of this rank, then by source rank, token, choice
-        row_weights [N]   float32: the weight of each row's choice, for `moe_combine` or for what the experts do
+        row_weights [N]   the weight of each row's choice, for `moe_combine` or for what the experts do; float32, or
+                          float64 if x is
 
         forward  rows[i] = x[source of i]
         backward dx = the sum of drows over each token's choices; dweights = those of the row weights, sent back
@@ -169,7 +170,8 @@ def moe_combine(
     add          [T, H]   a shared expert's output or a residual, added before the one rounding
     out          [T, H]
 
-    forward  out[t] = add[t] + sum over k of weights[t, k] * rows[row of (t, k)]     float32, in the order of k
+    forward  out[t] = add[t] + sum over k of weights[t, k] * rows[row of (t, k)]     in the order of k, in float32
+             (float64 for float64)
     backward drows[i] = row_weights[i] * dout[source of i]; drow_weights[i] = <dout[source of i], rows[i]>
 
     Collectives: one each way, as `moe_dispatch` says. Whether rows are as they should be goes in front of them.

@@ -53,8 +53,8 @@ class DispatchHandle(Generic[Route]):
                     than `counts` says where rows are padded
     loads           int64 [size, num_experts]: pairs of each rank for each expert
     source          int64 [num_rows]: which of the sent tokens each row is, in the tables of `dispatch`; -1: padding
-    row_weights     float32 [num_rows]: what the pair's weight is; 0: padding
-    pair_weights    float32 [T, K]
+    row_weights     float32, or float64 as x: [num_rows], what the pair's weight is; 0: padding
+    pair_weights    the same dtype: [T, K]
     payload         what x travelled as; None: as it is
     tokens_per_rank tokens that each rank has brought
     route           how rows travel: the transport's own
@@ -113,7 +113,7 @@ class ExpertResults(NamedTuple):
 
     rows        [num_rows, n]
     weighted    multiply each row by its pair's weight
-    values      float32 [num_rows]: numbers that go back to their pairs as well
+    values      float32, or float64 as rows: [num_rows], numbers that go back to their pairs as well
     agreement   for rows that may be wrong on one rank alone
     overlapped  the caller computes something before it asks for the result
     """
@@ -206,8 +206,9 @@ class LocalDispatcher(TokenDispatcher[Tensor]):
         loads = GroupLoads(tokens, counts, counts[:, :0], spec)
         pairs = pairs.going(int(counts.sum()))
         place = RowPlacement.of(loads.loads, spec.padding)
-        rows = rows_of_pairs(pairs, place.first[0], weights, place.rank_rows[0])
-        handle = make_handle(self, pairs, loads, place, rows, weights, pairs.slots(place.first[0]))
+        pair_weights = wide_weights(weights, x, pairs)
+        rows = rows_of_pairs(pairs, place.first[0], pair_weights, place.rank_rows[0])
+        handle = make_handle(self, pairs, loads, place, rows, pair_weights, pairs.slots(place.first[0]))
         return handle, [quantize_dequantize(x, spec.payload)]
 
     def redispatch(
@@ -234,13 +235,12 @@ class LocalDispatcher(TokenDispatcher[Tensor]):
 # ---- what transports share -------------------------------------------------------------------------------------------
 
 
-def rows_of_pairs(pairs: SortedPairs, first: Tensor, weights: Tensor | None, num_rows: int) -> tuple[Tensor, Tensor]:
+def rows_of_pairs(pairs: SortedPairs, first: Tensor, weights: Tensor, num_rows: int) -> tuple[Tensor, Tensor]:
     """Token and weight of every row of one rank, from its own pairs and where those of each expert begin."""
     counts = pairs.counts
     nothing = torch.zeros_like(counts)
     runs = torch.stack([nothing, counts.cumsum(0) - counts, counts, first.to(counts.device), nothing], 1)
-    in_order = None if weights is None else [weights.detach().reshape(-1)[pairs.order].float()]
-    return row_sources([pairs.order], in_order, runs, max(pairs.top_k, 1), num_rows)
+    return row_sources([pairs.order], [weights.reshape(-1)[pairs.order]], runs, max(pairs.top_k, 1), num_rows)
 
 
 def take_values(tables: Tables, index: Tensor) -> Tensor:
@@ -254,7 +254,7 @@ def make_handle(
     loads: GroupLoads,
     place: RowPlacement,
     rows: tuple[Tensor, Tensor],
-    weights: Tensor | None,
+    pair_weights: Tensor,
     route: Route,
 ) -> DispatchHandle[Route]:
     """`rows`: source and weight of each of this rank's rows."""
@@ -271,7 +271,7 @@ def make_handle(
         loads=loads.loads,
         source=rows[0],
         row_weights=rows[1],
-        pair_weights=float_weights(weights, pairs.indices),
+        pair_weights=pair_weights,
         payload=loads.spec.payload,
         tokens_per_rank=tuple(loads.tokens.tolist()),
         route=route,
@@ -279,9 +279,12 @@ def make_handle(
     )
 
 
-def float_weights(weights: Tensor | None, indices: Tensor) -> Tensor:
-    """[T, K] in float32, contiguous and the handle's own, whatever becomes of the caller's: 1 without weights."""
+def wide_weights(weights: Tensor | None, x: Tensor, pairs: SortedPairs) -> Tensor:
+    """[T, K] in float32, of float64 tokens in float64, contiguous and the handle's own, whatever becomes of the
+    caller's: 1 without weights. By x, whose dtype is the same on all ranks, and not by what each rank's router gives.
+    """
+    dtype = torch.promote_types(x.dtype, torch.float32)
     if weights is None:
-        return torch.ones(indices.shape, device=indices.device)
+        return torch.ones(pairs.indices.shape, dtype=dtype, device=pairs.indices.device)
     # A copy: the caller may change its tensor before backward.
-    return weights.detach().to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return weights.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)

@@ -71,7 +71,8 @@ def _(order: Tensor, counts: Tensor, first: Tensor, num_pairs: int) -> Tensor:
 
 @torch.library.register_fake("fastpar::moe_row_sources")
 def _(orders: list[Tensor], weights: list[Tensor], runs: Tensor, top_k: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    return runs.new_empty((num_rows,)), runs.new_empty((num_rows,), dtype=torch.float32)
+    dtype = weights[0].dtype if weights else torch.float32
+    return runs.new_empty((num_rows,)), runs.new_empty((num_rows,), dtype=dtype)
 
 
 @torch.library.register_fake("fastpar::moe_tokens_by_rank")

@@ -81,7 +81,8 @@ def moe_plan(
     is_tensor = isinstance(indices, Tensor)
     options = dispatch or DEFAULT_DISPATCH
     dispatcher = find_dispatcher(group, options, indices.device if is_tensor else None)
-    x = indices.new_empty((len(indices), 0), dtype=torch.float32) if is_tensor and indices.dim() > 0 else indices
+    dtype = torch.promote_types(weights.dtype, torch.float32) if isinstance(weights, Tensor) else torch.float32
+    x = indices.new_empty((len(indices), 0), dtype=dtype) if is_tensor and indices.dim() > 0 else indices
     with torch.no_grad():
         handle, _ = dispatcher.dispatch(x, indices, weights, DispatchSpec(num_experts, options.padding))
     return handle
@@ -94,7 +95,7 @@ def moe_send(x: Tensor, handle: DispatchHandle, weights: Tensor | None = None) -
         x        [T, H]   this rank's tokens, those of the plan's indices
         weights  [T, K]   what the plan was made with, for their gradient; None where none is wanted
         rows     [N, H]   by expert of this rank, then by source rank, token, choice; N is handle.num_rows
-        row_weights [N]   float32: the weight of each row's choice
+        row_weights [N]   float32, or float64 as the plan's weights: the weight of each row's choice
 
         forward  rows[i] = x[source of i]
         backward dx = the sum of drows over each token's choices; dweights = those of the row weights, sent back
@@ -140,6 +141,8 @@ def _problem_of(x: Tensor, handle: DispatchHandle, weights: Tensor | None) -> st
             f"weights must be [{handle.tokens}, {handle.top_k}] and floating, as the plan's, got {list(weights.shape)} "
             f"{weights.dtype}"
         )
-    if weights.device.type == "cpu" and not torch.equal(weights.detach().float(), handle.pair_weights):
+    if weights.device.type == "cpu" and not torch.equal(
+        weights.detach().to(handle.pair_weights.dtype), handle.pair_weights
+    ):
         return "weights must be those that the plan was made with: the row weights are the plan's"
     return ""

@@ -33,10 +33,10 @@ from fastpar.ops.moe.dispatcher import (
     FinishRedispatch,
     Tables,
     TokenDispatcher,
-    float_weights,
     make_handle,
     rows_of_pairs,
     take_values,
+    wide_weights,
 )
 from fastpar.ops.moe.packing import (
     Field,
@@ -124,7 +124,7 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
 
         # Experts are numbered on their rank, where two bytes nearly always do.
         numbers = sent.experts.to(torch.int16 if per_rank <= INT16_MAX else torch.int32)
-        pair_weights = float_weights(weights, pairs.indices)
+        pair_weights = wide_weights(weights, x, pairs)
         parts, decoder = token_parts([], x, payload)
         tokens = [PackedField(part, sent.tokens) for part in parts]
         fields = [*tokens, PackedField(numbers), PackedField(pair_weights, sent.tokens)]
@@ -136,7 +136,7 @@ class AllToAllDispatcher(TokenDispatcher[AllToAllRoute]):
         route = AllToAllRoute(sent, to, back, slots, received_weights, x.shape[1], x.dtype)
         if self.exact:
             route.pairs = SentPairs.of(pairs, loads.loads, place.first[:, mine], comm.rank)
-        return make_handle(self, pairs, loads, place, rows, weights, route), decoder(arrived)
+        return make_handle(self, pairs, loads, place, rows, pair_weights, route), decoder(arrived)
 
     def redispatch(
         self, handle: AllToAllHandle, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False

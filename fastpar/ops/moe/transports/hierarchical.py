@@ -45,10 +45,10 @@ from fastpar.ops.moe.dispatcher import (
     FinishRedispatch,
     Tables,
     TokenDispatcher,
-    float_weights,
     make_handle,
     rows_of_pairs,
     take_values,
+    wide_weights,
 )
 from fastpar.ops.moe.packing import Field, PackedField, SentPairs, SentTokens, token_parts
 from fastpar.ops.moe.permute import sum_rows
@@ -130,10 +130,11 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
         numbers = sent.experts.to(torch.int16 if num_here <= INT16_MAX else torch.int32)
         parts, decoder = token_parts([], x, spec.payload)
         tokens = [PackedField(part, sent.tokens) for part in parts]
-        fields = [*tokens, PackedField(numbers), PackedField(float_weights(weights, indices), sent.tokens)]
-        *columns, experts, pair_weights = self._flat.swap(fields, to, back)()
+        pair_weights = wide_weights(weights, x, pairs)
+        fields = [*tokens, PackedField(numbers), PackedField(pair_weights, sent.tokens)]
+        *columns, experts, received_weights = self._flat.swap(fields, to, back)()
 
-        gateway = GatewayRows(top, per_rank, experts, pair_weights, rows_here, by_rank, place)
+        gateway = GatewayRows(top, per_rank, experts, received_weights, rows_here, by_rank, place)
         forwarded, forward = forwarder.dispatch(gateway, columns, decoder)
         received = SortedPairs.of(forwarded.experts, per_rank).going(int(loads.loads[:, mine].sum()))
         forwarder.set_slots(forward, forwarded, received.slots(place.starts[mine]))
@@ -146,7 +147,7 @@ class HierarchicalDispatcher(TokenDispatcher[HierarchicalRoute]):
         if self._exact:
             route.pairs = SentPairs.of(pairs, loads.loads, place.first[:, mine], comm.rank)
         (tables,) = forwarded.tables
-        return make_handle(self, pairs, loads, place, (source, rows[1]), weights, route), tables
+        return make_handle(self, pairs, loads, place, (source, rows[1]), pair_weights, route), tables
 
     def redispatch(
         self, handle: HierarchicalHandle, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False

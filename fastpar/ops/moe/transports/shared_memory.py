@@ -37,6 +37,7 @@ from fastpar.ops.moe.dispatcher import (
     TokenDispatcher,
     make_handle,
     take_values,
+    wide_weights,
 )
 from fastpar.ops.moe.fp8 import quantize_dequantize
 from fastpar.ops.moe.permute import row_sources, sum_rows
@@ -154,14 +155,12 @@ class SharedMemoryDispatcher(TokenDispatcher[SharedMemoryRoute]):
         gathered = gather_loads(comm, problem, x, pairs, spec)
         loads, tokens = gathered.loads, tuple(gathered.tokens.tolist())
         place = RowPlacement.of(loads, spec.padding)
-        sorted_weights = (
-            torch.ones(len(pairs.order), device="cpu") if weights is None else weights.reshape(-1)[pairs.order].float()
-        )
+        pair_weights = wide_weights(weights, x, pairs)
         num_pairs = loads.sum(1).tolist()
-        tables, orders, pair_weights = self._tables.share(
+        tables, orders, all_weights = self._tables.share(
             (quantize_dequantize(x, spec.payload), tokens),
             (pairs.order.int()[:, None], num_pairs),
-            (sorted_weights.detach()[:, None], num_pairs),
+            (pair_weights.reshape(-1)[pairs.order][:, None], num_pairs),
         )
         # A run is the pairs of one source rank for one expert here: they lie in a row on both sides.
         rank, size = comm.rank, comm.size
@@ -169,10 +168,10 @@ class SharedMemoryDispatcher(TokenDispatcher[SharedMemoryRoute]):
         first_tokens = (gathered.tokens.cumsum(0) - gathered.tokens)[:, None].expand(ranks.shape)
         by_rank = (t.view(size, size, -1)[:, rank] for t in (loads.cumsum(1) - loads, loads, place.first))
         runs = torch.stack([ranks, *by_rank, first_tokens], -1).view(-1, 5)
-        rows = row_sources(_flat(orders), _flat(pair_weights), runs, max(pairs.top_k, 1), place.rank_rows[rank])
+        rows = row_sources(_flat(orders), _flat(all_weights), runs, max(pairs.top_k, 1), place.rank_rows[rank])
         base = torch.tensor([0, *place.rank_rows[:-1]], device="cpu").cumsum(0).repeat_interleave(num_experts // size)
         route = SharedMemoryRoute(tokens, place.rank_rows, pairs.slots(place.first[rank] + base))
-        return make_handle(self, pairs, gathered, place, rows, weights, route), tables
+        return make_handle(self, pairs, gathered, place, rows, pair_weights, route), tables
 
     def redispatch(
         self, handle: SharedMemoryHandle, *tensors: Tensor, x: Tensor | None = None, overlapped: bool = False
