@@ -94,8 +94,8 @@ def _try(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: _Tria
     value = torch.randn(shape, generator=generator, device="cpu")
     grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS)]
     half = shape[0] // 2
-    for grad, rows in zip(grads, (slice(half), slice(half, None)), strict=True):
-        grad[rows] *= 8.0  # a rank's share of a norm is another in each step, as Adam divides by a factor that stays
+    for grad, part in zip(grads, (slice(half), slice(half, None)), strict=True):
+        grad[part] *= 8.0  # a rank's share of a norm is another in each step, as Adam divides by a factor that stays
     name = type(optimizer).__name__
     whole = nn.Parameter(value.clone())
     try:
