@@ -74,6 +74,7 @@ inline RowLayout row_layout(const Tensor& logits) {
 
 // Whether no two rows share memory, as an expanded tensor's do.
 inline bool has_separate_rows(const Tensor& logits) {
+  if (logits.numel() == 0) return true;  // whatever the strides are
   const RowLayout rows = row_layout(logits);
   bool seen[kMaxLeadingDims] = {};
   int64_t extent = logits.size(logits.dim() - 1);

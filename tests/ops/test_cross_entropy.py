@@ -392,6 +392,13 @@ def test_expanded_rows_are_rejected_by_the_inplace_op() -> None:
         implementation(x).backward_(x, lse, target, None, None, grad, None, 0, 5, -100, 0.0, 0.0, 0.0, 1.0)
 
 
+def test_an_empty_batch_has_an_empty_gradient_in_place_too() -> None:
+    x = torch.empty(2, 0, 5, requires_grad=True)
+    cross_entropy(x * 1, torch.empty(2, 0, dtype=torch.int64), reduction="sum", inplace_backward=True).backward()
+    assert x.grad is not None
+    assert x.grad.shape == x.shape
+
+
 @pytest.mark.slow  # 4.3 GB
 def test_rows_beyond_2_to_the_31_elements_are_found() -> None:
     rows, vocab = 32770, 65537
