@@ -26,6 +26,7 @@ from fastpar.comm.block_codes import BlockCodes
 from fastpar.comm.reduction import reduce_in_order
 from fastpar.comm.shared_memory import rendezvous
 from tests.dist import run_ranks
+from tests.values import same_bits
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 NUMELS = (0, 1, 257, 70_001)
@@ -48,12 +49,6 @@ def cuts(numel: int, size: int) -> list[list[int]]:
     ragged[-1] = numel - numel // 3
     ragged[0] += numel - ragged[-1]
     return [shard_sizes(numel, size), ragged, [0] * (size - 1) + [numel]]
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 def communicator(transport: str = "auto") -> Communicator:

@@ -7,34 +7,22 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
 
 from fastpar import reference
 from fastpar.comm.block_codes import FORMATS
 from fastpar.kernels import quantize as kernels
+from tests.values import of_many_sizes, same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN and of products of 64 bits
-
-
-def sample(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(*shape, generator=generator) * 2.0 ** torch.randint(-12, 4, shape, generator=generator)
-    x.view(-1)[::7] = 0.0
-    return x.to(dtype)
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert found.shape == wanted.shape
-    assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("seed", [None, 1, 2**40 + 3])
 def test_codes_scales_and_values_have_the_bits_of_the_reference(format: str, seed: int | None) -> None:
     for x, block in (
-        (sample(3, 2, 300), 128),
-        (sample(5, 192, dtype=torch.bfloat16), 192),
-        (sample(4, 3, 200).transpose(0, 1)[:, :, 3:70], 64),
+        (of_many_sizes(3, 2, 300), 128),
+        (of_many_sizes(5, 192, dtype=torch.bfloat16), 192),
+        (of_many_sizes(4, 3, 200).transpose(0, 1)[:, :, 3:70], 64),
     ):
         x = x.clone() if x.is_contiguous() else x
         x[0, ..., 5] = math.nan
@@ -42,7 +30,7 @@ def test_codes_scales_and_values_have_the_bits_of_the_reference(format: str, see
         codes, scales = kernels.quantize(x, block, FORMATS[format], -1 if seed is None else seed)
         rounding = "nearest" if seed is None else "stochastic"
         wanted = reference.quantize_blocks(x, format=format, block=block, rounding=rounding, seed=seed or 0)
-        same_bits(codes, wanted[0])
+        same_bits(codes.view(wanted[0].dtype), wanted[0])  # bytes, which the op gives their dtype
         same_bits(scales, wanted[1])
         found = kernels.dequantize(codes, scales, block, FORMATS[format], torch.float32)
         torch.testing.assert_close(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fastpar.comm.block_codes import BlockCodes
 from tests import instruction_sets
+from tests.values import same_bits
 
 FORMATS = ("int8", "float8_e4m3fn", "float8_e5m2")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,12 +30,6 @@ def sample(numel: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
         x[-3:] = torch.tensor([torch.finfo(dtype).max, torch.finfo(dtype).tiny, -torch.finfo(dtype).tiny], dtype=dtype)
         x[-400:-200] = (torch.randn(200, generator=generator) * 1e-40).to(dtype)
     return x
-
-
-def same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert found.dtype == wanted.dtype
-    assert found.shape == wanted.shape
-    assert torch.equal(found.view(torch.uint8), wanted.contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -19,6 +19,7 @@ from fastpar.comm.block_codes import BlockCodes
 from tests import instruction_sets
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
+from tests.values import of_many_sizes, same_bits
 
 FORMATS = {"int8": torch.int8, "float8_e4m3fn": torch.float8_e4m3fn, "float8_e5m2": torch.float8_e5m2}
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -27,14 +28,6 @@ K = torch.ops.fastpar
 
 
 capability = instruction_sets.each()
-
-
-def sample(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Numbers of very different sizes, and zeros."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    x = torch.randn(*shape, generator=generator) * 2.0 ** torch.randint(-12, 4, shape, generator=generator)
-    x.view(-1)[::7] = 0.0
-    return x.to(dtype)
 
 
 def largest_of_blocks(x: Tensor, block: int) -> Tensor:
@@ -53,16 +46,11 @@ def bound_of(x: Tensor, block: int, format: str) -> Tensor:
     return torch.maximum(size / 8, largest / 57344 * 2.0**-17)
 
 
-def same_bits(found: Tensor, wanted: Tensor) -> None:
-    assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape)
-    assert torch.equal(found.contiguous().view(torch.uint8), wanted.contiguous().view(torch.uint8))
-
-
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_every_instruction_set_has_the_bits_of_the_reference(capability: str, format: str, rounding: str) -> None:
     for shape, dtype, block in itertools.product(SHAPES, FLOATS, (64, 128)):
-        x = sample(*shape, dtype=dtype)
+        x = of_many_sizes(*shape, dtype=dtype)
         options: dict[str, Any] = {"format": format, "block": block, "rounding": rounding, "seed": 2**62 + 5}
         codes, scales = ops.quantize_blocks(x, **options)
         wanted = reference.quantize_blocks(x, **options)
@@ -78,7 +66,7 @@ def test_every_instruction_set_has_the_bits_of_the_reference(capability: str, fo
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("shape", [(40, 512), (16, 1000)])
 def test_a_round_trip_to_nearest_is_within_the_bound(capability: str, format: str, shape: tuple[int, int]) -> None:
-    x, block = sample(*shape), 128
+    x, block = of_many_sizes(*shape), 128
     off = (ops.dequantize_blocks(*ops.quantize_blocks(x, format=format)).double() - x.double()).abs()
     bound = bound_of(x, block, format)
     assert (off <= bound * (1 + 2.0**-22)).all()
@@ -100,7 +88,7 @@ def test_stochastic_rounding_has_no_bias_and_repeats_with_its_seed(format: str) 
 
 def test_codes_and_scales_are_those_of_a_message() -> None:
     """A BlockWire's message of one part holds the same, flat."""
-    x = sample(1000)
+    x = of_many_sizes(1000)
     message = BlockCodes("float8_e4m3fn", 128).quantize(x, [1000], seed=None, residual=None).view(torch.uint8)
     codes, scales = ops.quantize_blocks(x)
     same_bits(message[: 4 * 8].view(torch.float32), scales)
@@ -120,7 +108,7 @@ def test_numbers_of_the_worked_example(capability: str) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_zeros_stay_zeros_and_what_is_not_finite_makes_its_block_nan(capability: str, format: str) -> None:
-    x = sample(3, 200)
+    x = of_many_sizes(3, 200)
     x[0], x[1, 70], x[2, 199] = 0.0, math.inf, math.nan
     codes, scales = ops.quantize_blocks(x, format=format, block=64)
     values = ops.dequantize_blocks(codes, scales, block=64)
@@ -148,7 +136,7 @@ def test_every_code_that_a_format_has_is_read_as_torch_reads_it(capability: str,
 
 @pytest.mark.parametrize("columns", [256, 200])
 def test_any_strides_give_the_contiguous_result(columns: int) -> None:
-    base = sample(6, 5, 300)
+    base = of_many_sizes(6, 5, 300)
     for x in (base[:, :, 7 : 7 + columns], base.transpose(0, 1)[:, :, :columns], base.transpose(1, 2)[:, :columns]):
         assert not x.is_contiguous()
         found, wanted = ops.quantize_blocks(x), ops.quantize_blocks(x.contiguous())
@@ -173,7 +161,7 @@ def test_bits_do_not_depend_on_the_number_of_threads() -> None:
     for count in (1, 2):
         torch.set_num_threads(count)
         results.append(
-            [ops.quantize_blocks(sample(*s), rounding="stochastic", seed=3) for s in ((900, 128), (300, 300))]
+            [ops.quantize_blocks(of_many_sizes(*s), rounding="stochastic", seed=3) for s in ((900, 128), (300, 300))]
         )
     torch.set_num_threads(threads)
     for one, two in zip(*results, strict=True):
@@ -243,8 +231,8 @@ def test_the_ops_check_what_they_are_given() -> None:
 
 
 def test_opcheck_passes_for_both_ops() -> None:
-    torch.library.opcheck(K.quantize_rows.default, (sample(3, 100), 64, 1, -1))
-    codes, scales = K.quantize_rows(sample(2, 3, 64), 64, 0, 5)
+    torch.library.opcheck(K.quantize_rows.default, (of_many_sizes(3, 100), 64, 1, -1))
+    codes, scales = K.quantize_rows(of_many_sizes(2, 3, 64), 64, 0, 5)
     torch.library.opcheck(K.dequantize_rows.default, (codes, scales, 64, 0, torch.bfloat16))
 
 
@@ -256,7 +244,7 @@ def test_compiled_fullgraph_equals_eager(dynamic: bool) -> None:
 
     compiled = torch.compile(step, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     for rows in (3, 5):
-        x = sample(rows, 200, dtype=torch.bfloat16)
+        x = of_many_sizes(rows, 200, dtype=torch.bfloat16)
         same_bits(compiled(x), step(x))
 
 

@@ -21,6 +21,7 @@ from fastpar import ops, reference
 from tests import instruction_sets
 from tests.triton_aot import HOPPER, LDS_LIMIT, MI300, SHARED_LIMIT, compile_for
 from tests.triton_interpreter import run_interpreted
+from tests.values import random
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-13}
@@ -30,11 +31,6 @@ K = torch.ops.fastpar
 
 
 capability = instruction_sets.each()
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + 1000 * seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def assert_close(found: Tensor | None, exact: Tensor, dtype: torch.dtype, terms: Tensor | None = None) -> None:

@@ -20,17 +20,13 @@ from tests import instruction_sets
 from tests.dist import run_ranks
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
+from tests.values import random
 
 ROUNDING = {torch.float32: 2e-6, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-13}
 EPS = 1e-5
 SIZES = {1: [257], 2: [200, 57], 3: [100, 0, 157]}
 rms_norm = ops.rms_norm  # which registers the fakes
 K = torch.ops.fastpar
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + 1000 * seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def assert_close(found: Tensor, exact: Tensor, name: str, terms: float | None = None) -> None:

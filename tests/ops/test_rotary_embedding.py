@@ -17,6 +17,7 @@ from fastpar import ops, reference
 from tests import instruction_sets
 from tests.triton_aot import HOPPER, MI300, compile_for
 from tests.triton_interpreter import run_interpreted
+from tests.values import random
 
 ROUNDING = {torch.float32: 2.0**-22, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 1e-14}
 rotary_embedding = ops.rotary_embedding
@@ -24,11 +25,6 @@ K = torch.ops.fastpar
 
 
 capability = instruction_sets.each()
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape) + 1000 * seed)
-    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
 def exact(x: Tensor, positions: Tensor, rotary_dim: int, interleaved: bool, sign: float = 1.0) -> Tensor:

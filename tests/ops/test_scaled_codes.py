@@ -11,7 +11,8 @@ from torch import Tensor
 from fastpar.comm import DelayedScalingWire
 from fastpar.comm.block_codes import BlockCodes
 from fastpar.comm.scaled_codes import ScaledCodes
-from tests.ops.test_block_codes import FLOATS, FORMATS, capability, same_bits, sample
+from tests.ops.test_block_codes import FLOATS, FORMATS, capability, sample
+from tests.values import same_bits
 
 assert capability  # a fixture
 LARGEST = {"int8": 127.0, "float8_e4m3fn": 448.0, "float8_e5m2": 57344.0}

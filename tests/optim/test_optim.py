@@ -28,6 +28,7 @@ from fastpar.optim import SGD, AdamW, Lion
 from fastpar.optim._state_formats import blocks_of, values_of
 from fastpar.optim.fused import _Deferred
 from tests.dist import run_ranks
+from tests.values import gathered
 
 Make = Callable[[list[nn.Parameter]], Any]
 
@@ -68,13 +69,6 @@ def take_steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], ste
 def all_state(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
     state = [value for p in params for _, value in sorted(optimizer.state[p].items()) if isinstance(value, Tensor)]
     return [p.detach() for p in params] + state
-
-
-def gathered(x: Tensor) -> Tensor:
-    """The whole of a DTensor; gloo sends no int16."""
-    if not isinstance(x, DTensor):
-        return x
-    return x.to(torch.int32).full_tensor() if x.dtype == torch.int16 else x.full_tensor()
 
 
 def assert_same_bits(found: list[Tensor], wanted: list[Tensor]) -> None:
