@@ -212,6 +212,12 @@ PRECISION = _of(
 EXPERT = _of(
     "expert",
     (
+        "weights of float64 tokens' choices are float32",
+        "    dtype = torch.promote_types(x.dtype, torch.float32)\n    if weights is None:",
+        "    dtype = torch.float32\n    if weights is None:",
+        "test_random_calls.py any_call and experts; test_moe_mlp.py nowhere_less",
+    ),
+    (
         "a busy expert's bias goes up",
         "move = torch.sign(load.sum() - load * len(load))",
         "move = torch.sign(load * len(load) - load.sum())",
@@ -251,6 +257,18 @@ EXPERT = _of(
 
 ZERO = _of(
     "zero",
+    (
+        "optimizers read this rank's term of a number",
+        "    return op(args[0].full_tensor())\n",
+        "    return op(args[0].to_local())\n",
+        "test_zero_training.py numbers_that",
+    ),
+    (
+        "a list of parameters is a unit that nothing gathers",
+        '_by_who_runs(model, list(_default(model, ""))) if units',
+        'list(_default(model, "")) if units',
+        "test_zero_stage3.py parameters_in_lists",
+    ),
     (
         "every microbatch is reduced",
         "return self.is_syncing and self._passes + 1 >= self._accumulate",
@@ -490,6 +508,18 @@ GRID = _of(
 
 PIPELINE = _of(
     "pipeline",
+    (
+        "hooks run on the stand-ins of layers that are elsewhere",
+        "                absent.is_sealed = True\n",
+        "                absent.is_sealed = False\n",
+        "test_pipeline_copies.py hook_on_every_layer",
+    ),
+    (
+        "a tied weight may be frozen on one rank alone",
+        "if _State.IS_TRAINED | _State.IS_FROZEN in state:",
+        "if _State.IS_TRAINED | _State.IS_FROZEN in state and False:",
+        "test_pipeline_copies.py one_rank_does",
+    ),
     (
         "microbatches count alike however many tokens they have",
         "divisors.append(total / count if count else math.inf)",
