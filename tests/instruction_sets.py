@@ -10,7 +10,11 @@ import pytest
 
 from fastpar import _ext
 
-AVAILABLE = _ext.build_info()["cpu_capabilities"].split()
+
+def available(*names: str) -> list[str]:
+    """Those of these instruction sets that this machine has; all of its, where none is named."""
+    found = _ext.build_info()["cpu_capabilities"].split()
+    return [name for name in names or found if name in found]
 
 
 @contextmanager
@@ -27,7 +31,7 @@ def using(name: str) -> Iterator[None]:
 def each(*names: str) -> Any:
     """A fixture that runs a test with each of these that there are; all, where none is named."""
 
-    @pytest.fixture(params=[name for name in names or AVAILABLE if name in AVAILABLE])
+    @pytest.fixture(params=available(*names))
     def capability(request: pytest.FixtureRequest) -> Iterator[str]:
         with using(request.param):
             yield request.param

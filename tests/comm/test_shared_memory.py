@@ -24,7 +24,7 @@ from tests import instruction_sets
 from tests.dist import run_ranks
 from tests.timing import assert_within
 
-CAPABILITIES = [name for name in ("avx512", "avx2", "portable") if name in instruction_sets.AVAILABLE]
+CAPABILITIES = instruction_sets.available("avx512", "avx2", "portable")
 DTYPES = [
     torch.float32,
     torch.bfloat16,

@@ -27,7 +27,7 @@ capability = instruction_sets.each("avx512", "avx2", "portable")
 def on_every_instruction_set(function: Any) -> list[Any]:
     """What the function gives under each of those that this machine has."""
     found = []
-    for name in instruction_sets.AVAILABLE:
+    for name in instruction_sets.available():
         with instruction_sets.using(name):
             found.append(function())
     return found

@@ -252,7 +252,8 @@ def test_sixteen_bit_outputs_are_the_wide_ones_rounded_once(capability: str, dty
     assert torch.equal(lse, same)
 
 
-@pytest.mark.parametrize("capability", ["amx", "avx512bf16"], indirect=True)  # where weights are rounded to bfloat16
+# Where weights are rounded to bfloat16.
+@pytest.mark.parametrize("capability", instruction_sets.available("amx", "avx512bf16"), indirect=True)
 def test_bfloat16_errors_are_flat_in_the_length(capability: str) -> None:
     """torch accumulates dk and dv of bfloat16 in bfloat16: 0.0045 at 512 tokens, 0.0088 at 8192."""
     errors = {}
