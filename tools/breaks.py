@@ -510,8 +510,8 @@ PIPELINE = _of(
     "pipeline",
     (
         "hooks run on the stand-ins of layers that are elsewhere",
-        "                absent.is_sealed = True\n",
-        "                absent.is_sealed = False\n",
+        "            absent.is_sealed = True\n",
+        "            absent.is_sealed = False\n",
         "test_pipeline_copies.py hook_on_every_layer",
     ),
     (

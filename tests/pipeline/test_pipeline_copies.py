@@ -26,17 +26,53 @@ def _scaled(_layer: nn.Module, _args: Any, output: Tensor) -> Tensor:
     return output * 1.1
 
 
+def _patch(layer: Any) -> None:
+    """Scale the output, as libraries do that put their own forward around a module's."""
+    forward = layer.forward
+    layer.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 1.1
+
+
+class Scaled(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        return self.inner(*args, **kwargs) * 1.1
+
+
 def hooked_losses() -> list[float]:
-    """Of models all of whose layers have a hook, as far as the rank has them."""
+    """Of models all of whose layers have a hook, or another forward, as far as the rank has them."""
     found = []
-    for words in ("pp2 mb2", "pp2 zbv mb2", "pp2 mb2 zero3"):
-        trained = assembled(Cell(words))
+    for words in ("pp2 mb2", "pp2 zbv mb2", "pp2 mb2 zero3", "pp2 zbv mb2 patched"):
+        cell = Cell(words.removesuffix(" patched"))
+        trained = assembled(cell)
         for part in trained.parts:
             for layer in part.layers:
-                layer.register_forward_hook(_scaled)
-        found.append(trained.step(fed(trained, Cell(words), 0)).loss)
+                if cell.words == words:
+                    layer.register_forward_hook(_scaled)
+                else:
+                    _patch(layer)
+        found.append(trained.step(fed(trained, cell, 0)).loss)
         trained.close()
     return found
+
+
+def wrapped_layers() -> str:
+    """What a step says after each of the layers was put into another module, on rank 0 alone."""
+    trained = assembled(Cell("pp2 mb2"))
+    if trained.mesh.rank("pp") == 0:
+        (part,) = trained.parts
+        for index, layer in enumerate(part.layers):
+            part.layers[index] = Scaled(layer)
+    with pytest.raises(ValueError) as error:
+        trained.step(fed(trained, Cell("pp2 mb2"), 0))
+    return str(error.value)
+
+
+def test_a_module_around_a_stand_in_is_an_error_on_all() -> None:
+    for said in run_ranks(2, wrapped_layers):
+        assert "has Scaled in the place of its stand-in: the module itself is on part 1" in said
 
 
 def test_a_hook_on_every_layer_runs_where_the_layer_is() -> None:
@@ -46,7 +82,7 @@ def test_a_hook_on_every_layer_runs_where_the_layer_is() -> None:
     ids, targets = batch(0)
     wanted = float(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).detach())
     for found in run_ranks(2, hooked_losses):
-        assert found == pytest.approx([wanted] * 3, rel=1e-9)
+        assert found == pytest.approx([wanted] * 4, rel=1e-9)
 
 
 def refusals() -> list[str]:

@@ -51,7 +51,7 @@ from fastpar.pipeline.schedules.lowering import add_communication
 from fastpar.pipeline.schedules.schedule import Action, ActionType, Schedule, ScheduleError
 from fastpar.pipeline.schedules.validate import check
 from fastpar.pipeline.simulation.timeline import Event, Timeline
-from fastpar.pipeline.stages.absent import Absent
+from fastpar.pipeline.stages.absent import SealedStandIns
 from fastpar.pipeline.stages.agreement import StageAgreement
 from fastpar.pipeline.stages.batch import Microbatches, SplitSequence
 from fastpar.pipeline.stages.chain import Edge
@@ -155,9 +155,7 @@ class Pipeline(RankModules):
         self._failure: str | None = None
         # Around every run, said whether it trains: where parameters are sharded, they are gathered for it.
         self.around_runs: Callable[[bool], AbstractContextManager[None]] = lambda trains: nullcontext()
-        for absent in (module for stage in self.stages.values() for module in stage.module.modules()):
-            if isinstance(absent, Absent):
-                absent.is_sealed = True
+        self._stand_ins = SealedStandIns(stage.module for stage in self.stages.values())
 
     # What users call
 
@@ -271,6 +269,7 @@ class Pipeline(RankModules):
             raise RuntimeError("this pipeline has been closed")
         error: Exception | None = None
         try:
+            self._stand_ins.check()
             self._batch.cut(call, purpose)
             self._results = {}
         except Exception as found:  # raised below, on every rank

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
@@ -40,8 +40,8 @@ def _unless_sealed(name: str) -> Callable[..., RemovableHandle]:
 class Absent(nn.Module):
     """Passes its first argument on.
 
-    Of a pipeline it is sealed: hooks that users put on it do not run, as on all layers in a loop. They are for the
-    module, and run where that is.
+    Of a pipeline it is sealed: hooks that users put on it, and another forward that they give it, do not run, as where
+    they do it to all layers in a loop. They are for the module, and run where that is.
 
     path            the module's name in the model
     part            the part that holds it
@@ -68,6 +68,10 @@ class Absent(nn.Module):
         self._stream: Stream | None = None
         self._is_entry, self._is_exit = False, False
         self._stand_in: Callable[[Tensor], Tensor] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "forward" or not self.is_sealed:
+            super().__setattr__(name, value)
 
     def connect(self, stream: Stream, *, is_entry: bool, is_exit: bool) -> None:
         """Say where in its part this stands."""
@@ -120,6 +124,35 @@ class Absent(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.original_name} on part {self.part}"
+
+
+class SealedStandIns:
+    """The stand-ins of a pipeline, each where it is. What somebody puts around one, a wrapper in its place, would
+    compute as well as the one around the module itself."""
+
+    def __init__(self, stages: Iterable[nn.Module]) -> None:
+        parents = dict.fromkeys(parent for stage in stages for parent in stage.modules())
+        self._places = [
+            (parent, name, child)
+            for parent in parents
+            for name, child in parent._modules.items()
+            if isinstance(child, Absent)
+        ]
+        for _, _, absent in self._places:
+            absent.is_sealed = True
+
+    def check(self) -> None:
+        """Raises ValueError for one that is not as the pipeline was made with it."""
+        for parent, name, absent in self._places:
+            found = parent._modules.get(name)
+            if getattr(found, "_orig_mod", found) is absent and "forward" not in vars(absent):  # or compiled
+                continue
+            what = type(found).__name__ if found is not absent else "another forward"
+            raise ValueError(
+                f"{absent.path} has {what} in the place of its stand-in: the module itself is on part {absent.part}, "
+                "and what is around a stand-in would compute as well. Wrap modules before the model is cut, or use "
+                "hooks, which run where the module is"
+            )
 
 
 class AbsentStageTensor:
