@@ -65,7 +65,7 @@ def wrapped_layers() -> str:
         (part,) = trained.parts
         for index, layer in enumerate(part.layers):
             part.layers[index] = Scaled(layer)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match="stand-in") as error:
         trained.step(fed(trained, Cell("pp2 mb2"), 0))
     return str(error.value)
 
