@@ -49,7 +49,7 @@ from fastpar.kernels.launch import cdiv, next_power_of_2
 from fastpar.kernels.launch import launch_named as launch
 from fastpar.kernels.moe_rows import Places
 from fastpar.kernels.overlap_gemm_buffer import CHANNELS, Channel, OverlapBuffer, aligned
-from fastpar.kernels.overlap_gemm_kernels import PUSHED, RECORD_PEER, RECORD_WHAT, REFUSED, SHOWN
+from fastpar.kernels.overlap_gemm_kernels import PUSHED, SHOWN
 
 PUSH_PROGRAMS = 32  # multiprocessors that copy: a link takes what a few of them write
 FLAGS = 4  # of a rank on another: the flag_capacity of an OverlapBuffer
@@ -179,9 +179,7 @@ class PushExchange:
         channel = self._begin()
         self._announce(channel, torch.full((self.num_experts,), -1, dtype=torch.int32, device=self.buffer.device))
         self._release(channel)
-        self.buffer.record[RECORD_PEER.value].fill_(self.buffer.rank)
-        self.buffer.record[RECORD_WHAT.value].fill_(REFUSED.value)
-        self.buffer.note_failures()
+        self.buffer.note_refusal()
 
     # ---- the same in phases
 

@@ -108,6 +108,7 @@ class OverlapBuffer:
         self.failed = 4 * CHANNELS * self.size
         self.record = torch.zeros(8, dtype=torch.int32, device=self.device)
         self._record_seen = torch.zeros(8, dtype=torch.int32, pin_memory=self.on_gpu)
+        self._has_refused = False  # this rank, which need not wait for the device to know it
         self.stream = torch.cuda.Stream(self.device, priority=-1) if self.on_gpu else None  # before the GEMM
         self._calls = 0
         self._kept: dict[tuple[Any, ...], Any] = {}
@@ -142,6 +143,13 @@ class OverlapBuffer:
         """Let `check` know of what has failed in the launches up to here, once they have run."""
         self._record_seen.copy_(self.record, non_blocking=True)
 
+    def note_refusal(self) -> None:
+        """This rank has refused its arguments: `check` raises from now on, and so do launches that wait."""
+        self._has_refused = True
+        self.record[kernels.RECORD_PEER.value].fill_(self.rank)
+        self.record[kernels.RECORD_WHAT.value].fill_(kernels.REFUSED.value)
+        self.note_failures()
+
     def check(self) -> None:
         """Raise TimeoutError if a wait of this rank, or of a peer, has failed; the buffer is of no use after that.
         RuntimeError if rows did not fit, ValueError if a peer has refused its arguments (`moe_push.py`).
@@ -156,7 +164,8 @@ class OverlapBuffer:
                 f"rank {peer} would have got {index} rows for its experts, but there is room for {wanted}; make the "
                 "exchange with a larger capacity (moe_mlp: max_rows). The call's result is NaN"
             )
-        if what == kernels.REFUSED.value:
+        if self._has_refused or what == kernels.REFUSED.value:
+            peer = self.rank if self._has_refused else peer
             raise ValueError(f"rank {peer} has refused its arguments: see its error. The call's result is NaN")
         if what:
             raise TimeoutError(

@@ -216,6 +216,14 @@ def test_a_rank_that_refuses_keeps_nobody_waiting(tmp_path: Path) -> None:
         exchanges[0].empty_rows()
 
 
+def test_a_rank_that_refuses_knows_it_before_its_device_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (exchange,) = open_exchanges(tmp_path, 1, timeout=1000.0)
+    monkeypatch.setattr(exchange.buffer, "note_failures", lambda: None)  # a copy to the host that has not landed
+    exchange.refuse()
+    with pytest.raises(ValueError, match="rank 0 has refused its arguments: see its error"):
+        exchange.dispatch(*batch(5, 0)[:3])
+
+
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_channel_is_free_again_after_end_alone(tmp_path: Path, ends: bool) -> None:
     """As in a CUDA graph with an odd number of calls: the last one's channel is that of the first."""
