@@ -37,6 +37,8 @@ STABLE_TORCH_LIBRARY(fastpar, m) {
       "cross_entropy_forward_backward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor)");
   m.def(
       "cross_entropy_forward_backward_(Tensor(a!) logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor grad_loss, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor)");
+  m.def(
+      "cross_entropy_reduced_forward_backward(Tensor logits, Tensor target, Tensor? weight, Tensor? weight_sum, Tensor? denominator, int reduction, int ignore_index, float label_smoothing, float z_loss, float softcap, float logit_scale) -> (Tensor, Tensor, Tensor, Tensor)");
   // rms_norm
   m.def("rms_norm(Tensor x, Tensor? weight, float eps, float weight_offset) -> (Tensor, Tensor)");
   m.def(

@@ -110,6 +110,19 @@ inline Tensor with_contiguous_rows(const Tensor& logits) {
   return has_contiguous_rows(logits) ? logits : torch::stable::contiguous(logits);
 }
 
+enum class Reduction : int64_t { kNone, kSum, kMean };
+
+inline void check_reduced(int64_t reduction) {
+  FASTPAR_CHECK(
+      reduction == static_cast<int64_t>(Reduction::kSum) || reduction == static_cast<int64_t>(Reduction::kMean),
+      "the reduction must be a sum (1) or a mean (2), not ", reduction);
+}
+
+inline void check_number(const char* name, const Tensor& x, ScalarType dtype) {
+  FASTPAR_CHECK(x.scalar_type() == dtype && x.numel() == 1, name,
+                " must be one number, float64 for float64 logits and float32 for others");
+}
+
 // One number a row, in the dtype that the logits are computed in.
 inline void check_row_gradient(const char* name, const Tensor& gradient, const Tensor& logits, int64_t rows) {
   FASTPAR_CHECK(

@@ -186,8 +186,6 @@ void check_targets(const int64_t* ids, int64_t rows, int64_t vocab, int64_t igno
                 ", outside the vocabulary [0, ", vocab, ") and not ignore_index (", ignore_index, ")");
 }
 
-enum class Reduction : int64_t { kNone, kSum, kMean };
-
 double number_in(const Tensor& x) {
   return x.scalar_type() == ScalarType::Double ? *static_cast<const double*>(x.const_data_ptr())
                                                : static_cast<double>(*static_cast<const float*>(x.const_data_ptr()));
@@ -203,11 +201,6 @@ void put_number(const Tensor& x, double value) {
 
 // a / b, rounded as their dtype is: a quotient of floats that is rounded to double first rounds the same way.
 double quotient(const Tensor& a, const Tensor& b) { return number_in(a) / number_in(b); }
-
-void check_number(const char* name, const Tensor& x, ScalarType dtype) {
-  FASTPAR_CHECK(x.scalar_type() == dtype && x.numel() == 1, name,
-                " must be one number, float64 for float64 logits and float32 for others");
-}
 
 // (the rows' losses or their sum or mean, lse, what a mean divides by or 1) where this rank has the whole vocabulary:
 // stats, merge and the reduction in one call.
@@ -382,6 +375,22 @@ std::tuple<Tensor, Tensor> forward_backward_inplace_cpu(Tensor logits, const Ten
                       logit_scale, logits);
 }
 
+// `forward_cpu`, and the gradient for an upstream of 1.
+std::tuple<Tensor, Tensor, Tensor, Tensor> reduced_forward_backward_cpu(
+    const Tensor& logits, const Tensor& target, OptionalTensor weight, OptionalTensor weight_sum,
+    OptionalTensor denominator, int64_t reduction, int64_t ignore_index, double label_smoothing, double z_loss,
+    double softcap, double logit_scale) {
+  check_reduced(reduction);
+  const auto [out, lse, divisor] = forward_cpu(logits, target, weight, weight_sum, denominator, reduction, ignore_index,
+                                               label_smoothing, z_loss, softcap, logit_scale);
+  Tensor one = empty_cpu({}, divisor.scalar_type());
+  put_number(one, 1.0);
+  const int64_t vocab = logits.size(logits.dim() - 1);
+  return {out, lse, divisor,
+          backward_reduced_cpu(logits, lse, target, weight, weight_sum, one, divisor, 0, vocab, ignore_index,
+                               label_smoothing, z_loss, softcap, logit_scale)};
+}
+
 }  // namespace
 }  // namespace fastpar
 
@@ -395,4 +404,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastpar, CPU, m) {
   m.impl("cross_entropy_backward", TORCH_BOX(&fastpar::backward_reduced_cpu));
   m.impl("cross_entropy_forward_backward", TORCH_BOX(&fastpar::forward_backward_cpu));
   m.impl("cross_entropy_forward_backward_", TORCH_BOX(&fastpar::forward_backward_inplace_cpu));
+  m.impl("cross_entropy_reduced_forward_backward", TORCH_BOX(&fastpar::reduced_forward_backward_cpu));
 }

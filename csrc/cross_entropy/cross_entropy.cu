@@ -8,6 +8,7 @@
 
 #include "common/cuda_stream.h"
 #include "cross_entropy/arguments.h"
+#include "cross_entropy/cross_entropy_reduction.cuh"
 #include "cross_entropy/cross_entropy_resident.cuh"
 
 namespace fastpar {
@@ -158,13 +159,12 @@ void backward_inplace_cuda(Tensor logits, const Tensor& lse, const Tensor& targe
 // (loss, lse), with the gradient in `grad`.
 std::tuple<Tensor, Tensor> forward_backward_into(const Tensor& logits, const Tensor& target_in,
                                                  const OptionalTensor& weight, const OptionalTensor& weight_sum,
-                                                 const Tensor& grad_loss, int64_t ignore_index, double label_smoothing,
-                                                 double z_loss, double softcap, double logit_scale,
-                                                 const Tensor& grad) {
+                                                 const void* grad_loss, int64_t grad_loss_stride, int64_t ignore_index,
+                                                 double label_smoothing, double z_loss, double softcap,
+                                                 double logit_scale, const Tensor& grad) {
   const LogitsType type = logits_type(logits);
   const Tensor target = as_contiguous(target_in);
   const int64_t rows = target.numel(), vocab = logits.size(logits.dim() - 1);
-  check_row_gradient("grad_loss", grad_loss, logits, rows);
   const LossTerms terms =
       loss_terms(weight, weight_sum, stats_dtype(type), vocab, label_smoothing, z_loss, softcap, logit_scale);
   Tensor loss = torch::stable::new_empty(logits, {rows}, stats_dtype(type));
@@ -174,8 +174,8 @@ std::tuple<Tensor, Tensor> forward_backward_into(const Tensor& logits, const Ten
                                  row_layout(logits),
                                  vocab,
                                  target.const_data_ptr<int64_t>(),
-                                 grad_loss.const_data_ptr(),
-                                 row_stride(grad_loss),
+                                 grad_loss,
+                                 grad_loss_stride,
                                  ignore_index,
                                  terms,
                                  loss.mutable_data_ptr(),
@@ -195,9 +195,11 @@ std::tuple<Tensor, Tensor, Tensor> forward_backward_cuda(const Tensor& logits_in
   check_logits_and_target(logits_in, target);
   const DeviceGuard guard(logits_in.get_device_index());
   const Tensor logits = with_contiguous_rows(logits_in);
+  check_row_gradient("grad_loss", grad_loss, logits, target.numel());
   Tensor grad = torch::stable::new_empty(logits, sizes_of(logits));
-  const auto [loss, lse] = forward_backward_into(logits, target, weight, weight_sum, grad_loss, ignore_index,
-                                                 label_smoothing, z_loss, softcap, logit_scale, grad);
+  const auto [loss, lse] =
+      forward_backward_into(logits, target, weight, weight_sum, grad_loss.const_data_ptr(), row_stride(grad_loss),
+                            ignore_index, label_smoothing, z_loss, softcap, logit_scale, grad);
   return {loss, lse, grad};
 }
 
@@ -208,8 +210,39 @@ std::tuple<Tensor, Tensor> forward_backward_inplace_cuda(Tensor logits, const Te
   check_logits_and_target(logits, target);
   check_inplace(logits);
   const DeviceGuard guard(logits.get_device_index());
-  return forward_backward_into(logits, target, weight, weight_sum, grad_loss, ignore_index, label_smoothing, z_loss,
-                               softcap, logit_scale, logits);
+  check_row_gradient("grad_loss", grad_loss, logits, target.numel());
+  return forward_backward_into(logits, target, weight, weight_sum, grad_loss.const_data_ptr(), row_stride(grad_loss),
+                               ignore_index, label_smoothing, z_loss, softcap, logit_scale, logits);
+}
+
+// (the sum or mean of the rows' losses, lse, what a mean divides by or 1, its gradient for an upstream of 1)
+std::tuple<Tensor, Tensor, Tensor, Tensor> reduced_forward_backward_cuda(
+    const Tensor& logits_in, const Tensor& target_in, OptionalTensor weight, OptionalTensor weight_sum,
+    OptionalTensor denominator, int64_t reduction, int64_t ignore_index, double label_smoothing, double z_loss,
+    double softcap, double logit_scale) {
+  check_logits_and_target(logits_in, target_in);
+  check_reduced(reduction);
+  const DeviceGuard guard(logits_in.get_device_index());
+  const Tensor logits = with_contiguous_rows(logits_in), target = as_contiguous(target_in);
+  const ScalarType dtype = stats_dtype(logits_type(logits));
+  if (denominator.has_value()) check_number("denominator", *denominator, dtype);
+  Tensor out = torch::stable::new_empty(logits, {}, dtype), divisor = torch::stable::new_empty(logits, {}, dtype);
+  Tensor grad_loss = torch::stable::new_empty(logits, {}, dtype);
+  const bool is_double = dtype == ScalarType::Double;
+  const cudaStream_t stream = current_cuda_stream(logits.get_device_index());
+  const bool is_mean = reduction == static_cast<int64_t>(Reduction::kMean);
+  const int64_t rows = target.numel();
+  device::launch_divisor(is_double,
+                         {target.const_data_ptr<int64_t>(), rows, ignore_index, is_mean,
+                          is_mean && denominator.has_value() ? denominator->const_data_ptr() : nullptr,
+                          divisor.mutable_data_ptr(), grad_loss.mutable_data_ptr()},
+                         stream);
+  Tensor grad = torch::stable::new_empty(logits, sizes_of(logits));
+  const auto [loss, lse] = forward_backward_into(logits, target, weight, weight_sum, grad_loss.const_data_ptr(), 0,
+                                                 ignore_index, label_smoothing, z_loss, softcap, logit_scale, grad);
+  device::launch_loss_sum(is_double, {loss.const_data_ptr(), rows, divisor.const_data_ptr(), out.mutable_data_ptr()},
+                          stream);
+  return {out, lse, divisor, grad};
 }
 
 }  // namespace
@@ -223,4 +256,5 @@ STABLE_TORCH_LIBRARY_IMPL(fastpar, CUDA, m) {
   m.impl("vocab_parallel_cross_entropy_backward_", TORCH_BOX(&fastpar::backward_inplace_cuda));
   m.impl("cross_entropy_forward_backward", TORCH_BOX(&fastpar::forward_backward_cuda));
   m.impl("cross_entropy_forward_backward_", TORCH_BOX(&fastpar::forward_backward_inplace_cuda));
+  m.impl("cross_entropy_reduced_forward_backward", TORCH_BOX(&fastpar::reduced_forward_backward_cuda));
 }

@@ -4,6 +4,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cross_entropy/cross_entropy_reduction.cuh"
 #include "cross_entropy/cross_entropy_resident.cuh"
 #include "emulation/bindings.h"
 
@@ -136,6 +137,19 @@ void forward_backward(const py::dict& logits_dict, const Buffer* target, const B
   device::launch_forward_backward(logits.type, a, logits.num_rows, nullptr);
 }
 
+void divisor(bool is_double, const Buffer* target, int64_t rows, int64_t ignore_index, bool is_mean,
+             const Buffer* denominator, const Buffer* divisor, const Buffer* grad_loss) {
+  device::launch_divisor(is_double,
+                         {pointer<const int64_t>(target), rows, ignore_index, is_mean, pointer<const void>(denominator),
+                          pointer<void>(divisor), pointer<void>(grad_loss)},
+                         nullptr);
+}
+
+void loss_sum(bool is_double, const Buffer* loss, int64_t rows, const Buffer* divisor, const Buffer* out) {
+  device::launch_loss_sum(is_double,
+                          {pointer<const void>(loss), rows, pointer<const void>(divisor), pointer<void>(out)}, nullptr);
+}
+
 // (blocks in a cluster, bytes of shared memory in each), or None where a row is read twice
 py::object resident_plan(const std::string& dtype, int64_t vocab) {
   py::object result = py::none();
@@ -153,6 +167,8 @@ void bind_cross_entropy(py::module_& m) {
   m.def("merge", &merge);
   m.def("backward", &backward);
   m.def("forward_backward", &forward_backward);
+  m.def("divisor", &divisor);
+  m.def("loss_sum", &loss_sum);
   m.def("resident_plan", &resident_plan);
 }
 

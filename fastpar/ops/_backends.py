@@ -40,6 +40,7 @@ _COMPILED = {
         "stats_exp_": "vocab_parallel_cross_entropy_stats_exp_",
         "forward_backward": "cross_entropy_forward_backward",
         "forward_backward_": "cross_entropy_forward_backward_",
+        "reduced_forward_backward": "cross_entropy_reduced_forward_backward",
     },
     "embedding": {"embedding": "vocab_embedding", "embedding_backward": "vocab_embedding_backward"},
     "optimizer": {name: name for name in ("adamw_step", "sgd_step", "lion_step")},

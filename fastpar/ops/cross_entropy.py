@@ -66,7 +66,8 @@ if TYPE_CHECKING:
 # ---- launchers -------------------------------------------------------------------------------------------------------
 
 implementation = kernels_of("cross_entropy")
-REDUCTION_CODES = {"none": 0, "sum": 1, "mean": 2}  # enum Reduction of csrc/cross_entropy/cross_entropy.cpp
+ONE_BLOCK_ROWS = 1 << 16  # which one block of threads counts, and sums the losses of, in microseconds
+REDUCTION_CODES = {"none": 0, "sum": 1, "mean": 2}  # enum Reduction of csrc/cross_entropy/arguments.h
 
 
 class LossProblem(NamedTuple):
@@ -207,6 +208,13 @@ def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, 
     return logits.new_empty((rows,), dtype=dtype), logits.new_empty((rows,), dtype=torch.float64), grad
 
 
+@torch.library.register_fake("fastpar::cross_entropy_reduced_forward_backward")
+def _(logits: Tensor, target: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out = logits.new_empty((), dtype=compute_dtype(logits.dtype))
+    grad = torch.empty_like(logits, memory_format=torch.contiguous_format)
+    return out, out.new_empty((target.numel(),), dtype=torch.float64), out.new_empty(()), grad
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -220,12 +228,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.in_forward, ctx.is_consumed, ctx.inplace = None, False, inplace
         if _writes_gradient_in_forward(logits, problem, reduction, inplace):
-            one = torch.ones((), dtype=compute_dtype(logits.dtype), device=logits.device)
-            divisor = reduction.divisor(target, problem, one.dtype)
-            grad_loss = expand_grad(one, divisor, target, one.dtype)
-            terms = (problem.weight, problem.weight_sum, grad_loss, *problem.options)
-            loss, lse, ctx.in_forward = implementation(logits).forward_backward(logits, target, *terms)
-            out = reduce_loss(loss, target, reduction.name, divisor)
+            out, lse, divisor, ctx.in_forward = _forward_with_gradient(logits, target, problem, reduction)
         else:
             out, lse, divisor = forward(logits, target, problem, reduction)
         ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
@@ -284,6 +287,25 @@ def _writes_gradient_in_forward(logits: Tensor, problem: LossProblem, reduction:
         and not inplace
         and not torch.compiler.is_compiling()
     )
+
+
+def _forward_with_gradient(
+    logits: Tensor, target: Tensor, problem: LossProblem, reduction: Reduction
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """`forward`, and the gradient for an upstream of 1."""
+    ops, dtype = implementation(logits), compute_dtype(logits.dtype)
+    is_counted = reduction.denominator is None and problem.weight is None
+    if target.numel() <= ONE_BLOCK_ROWS and hasattr(ops, "reduced_forward_backward"):
+        divisor = None if is_counted else reduction.divisor(target, problem, dtype)  # the op counts rows itself
+        terms = (problem.weight, problem.weight_sum, divisor, REDUCTION_CODES[reduction.name], *problem.options)
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = ops.reduced_forward_backward(logits, target, *terms)
+        return found
+    one = torch.ones((), dtype=dtype, device=logits.device)
+    divisor = reduction.divisor(target, problem, dtype)
+    grad_loss = expand_grad(one, divisor, target, dtype)
+    weights = problem.weight, problem.weight_sum
+    loss, lse, grad = ops.forward_backward(logits, target, *weights, grad_loss, *problem.options)
+    return reduce_loss(loss, target, reduction.name, divisor), lse, divisor, grad
 
 
 # ---- public ----------------------------------------------------------------------------------------------------------

@@ -280,6 +280,24 @@ def run_forward_backward(
     return np.array(values.array), np.array(lse.array), out.read()
 
 
+def run_divisor(target: np.ndarray, dtype: Any, *, is_mean: bool, denominator: float | None = None) -> tuple[Any, Any]:
+    """What a mean divides by, and the gradient of every row's loss."""
+    given = None if denominator is None else DeviceArray.of(np.array([denominator], dtype)).buffer
+    divisor, grad_loss = DeviceArray((1,), dtype), DeviceArray((1,), dtype)
+    ids = DeviceArray.of(target)
+    kernels().divisor(
+        dtype == np.float64, ids.buffer, len(target), IGNORED, is_mean, given, divisor.buffer, grad_loss.buffer
+    )
+    return divisor.array[0], grad_loss.array[0]
+
+
+def run_loss_sum(loss: np.ndarray, divisor: float) -> Any:
+    out = DeviceArray((1,), loss.dtype)
+    losses, by = DeviceArray.of(loss), DeviceArray.of(np.array([divisor], loss.dtype))
+    kernels().loss_sum(loss.dtype == np.float64, losses.buffer, len(loss), by.buffer, out.buffer)
+    return out.array[0]
+
+
 def example(rows: int, vocab: int, dtype: str, seed: int = 0, spread: float = 3.0) -> tuple[np.ndarray, np.ndarray]:
     """Logits that the dtype holds exactly, and targets; the last of several rows is ignored."""
     rng = np.random.default_rng(seed)

@@ -151,6 +151,7 @@ def test_opcheck_passes_for_every_op(name: str) -> None:
         K.cross_entropy_backward: (logits, lse, target, weight, weight_sum, *two, 0, 37, *checked),
         K.cross_entropy_forward_backward: (logits, *fused),
         K.cross_entropy_forward_backward_: (logits.clone(), *fused),
+        K.cross_entropy_reduced_forward_backward: (logits, target, weight, weight_sum, None, 2, *checked),
     }
     for op, arguments in calls.items():
         torch.library.opcheck(op.default, arguments)

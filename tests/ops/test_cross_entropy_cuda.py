@@ -6,6 +6,7 @@ Tolerances are explained in cross_entropy_cuda_cases.py.
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +26,9 @@ from tests.ops.cross_entropy_cuda_cases import (
     reference_loss,
     rounded,
     run_backward,
+    run_divisor,
     run_forward_backward,
+    run_loss_sum,
     run_merge,
     run_stats,
     transform,
@@ -256,6 +259,33 @@ def test_a_softcap_keeps_the_digits_of_small_logits_and_of_small_slopes() -> Non
     _, lse = reference_loss(x, target, loss)  # 1 - tanh^2 of 6 is 2.5e-5, and would be off by 2e-3 of that
     got = run_backward(Rows.of(x, "float32"), lse, target, loss, np.ones(1), Rows(x.shape, "float32"))
     assert_gradient(got, reference_gradient(x, target, loss, np.ones(1)), "float32", loss)
+
+
+# ---- what is before and after it -------------------------------------------------------------------------------------
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [0, 1, 31, 1024, 5003])
+def test_a_mean_divides_by_the_rows_that_count(rows: int, dtype: Any) -> None:
+    target = np.where(np.arange(rows) % 3 == 1, IGNORED, np.arange(rows))
+    counted = max(int((target != IGNORED).sum()), 1)
+    assert run_divisor(target, dtype, is_mean=True) == (counted, dtype(1) / dtype(counted))
+    assert run_divisor(target, dtype, is_mean=False) == (1, 1)
+    assert run_divisor(target, dtype, is_mean=True, denominator=3.0) == (3, dtype(1) / dtype(3))
+    assert run_divisor(np.full(rows, IGNORED), dtype, is_mean=True) == (1, 1)
+
+
+@emulated
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("rows", [0, 1, 33, 1024, 5003])
+def test_losses_are_added_in_float64_and_divided_once(rows: int, dtype: Any) -> None:
+    loss = np.random.default_rng(rows).normal(3, 2, rows).astype(dtype)
+    wanted = dtype(loss.astype(np.float64).sum()) / dtype(7)
+    assert run_loss_sum(loss, 7.0) == pytest.approx(wanted, rel=1e-12 if dtype == np.float64 else 1.2e-7)
+    if rows:
+        loss[rows // 2] = np.nan
+        assert np.isnan(run_loss_sum(loss, 7.0))
 
 
 # ---- forward_backward ------------------------------------------------------------------------------------------------

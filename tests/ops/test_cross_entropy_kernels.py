@@ -128,6 +128,29 @@ def upstream(rows: int, dtype: torch.dtype) -> Tensor:
     return torch.linspace(-1.0, 2.0, rows, dtype=wide(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("denominator", [None, 3.0])
+@pytest.mark.parametrize("reduction", [1, 2], ids=["sum", "mean"])
+def test_a_reduced_loss_with_its_gradient_is_forward_and_backward(
+    dtype: torch.dtype, denominator: float | None, reduction: int
+) -> None:
+    x, target = torch.randn(5, 37).to(dtype), torch.tensor([3, IGNORED, 0, 36, 7])
+    given = None if denominator is None else torch.tensor(denominator, dtype=wide(dtype))
+    terms = (IGNORED, 0.1, 1e-3, 20.0, 0.5)
+    out, lse, divisor, grad = K.cross_entropy_reduced_forward_backward(x, target, None, None, given, reduction, *terms)
+    forward = K.cross_entropy_forward(x, target, None, None, given, reduction, *terms)
+    assert all(map(torch.equal, (out, lse, divisor), forward))
+    upstream = (torch.ones((), dtype=wide(dtype)), divisor, 0, 37)
+    assert torch.equal(grad, K.cross_entropy_backward(x, lse, target, None, None, *upstream, *terms))
+    assert float(divisor) == (1.0 if reduction == 1 else denominator or 4.0)
+
+
+def test_a_loss_of_each_row_has_no_reduced_gradient() -> None:
+    x, target = torch.randn(2, 5), torch.tensor([1, 2])
+    with pytest.raises(RuntimeError, match=r"the reduction must be a sum \(1\) or a mean \(2\), not 0"):
+        K.cross_entropy_reduced_forward_backward(x, target, None, None, None, 0, IGNORED, 0.0, 0.0, 0.0, 1.0)
+
+
 # ---- one rank --------------------------------------------------------------------------------------------------------
 
 
