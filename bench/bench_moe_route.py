@@ -124,10 +124,10 @@ class Problem:
         return self._with(moe_route)
 
     def compiled(self) -> Route:
-        """Compiled at the first call: --only may leave it out."""
+        """Compiled at the first call: --only may leave it out, and then nothing of torch's compiler is imported."""
         from fastpar.reference import moe_route
 
-        return self._with(_compiled(moe_route))
+        return self._with(lambda *arguments, **options: _compiled(moe_route)(*arguments, **options))
 
     def _with(self, function: Callable[..., Any]) -> Route:
         def route(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
