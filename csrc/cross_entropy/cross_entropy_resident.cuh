@@ -28,6 +28,14 @@
 //     1.22     0.298   1.28    1.58   and clusters that start 7000 cycles apart
 //     1.32     0.332   1.56    1.51   and four blocks with 51 KiB: better only where 69 KiB leave few clusters room
 //
+// Again, as CUDA graphs, after that (what is kept: 1.227, 0.304, 1.282, 1.585 ms):
+//
+//     128256   32000  262144  151936
+//     1.234 ms  0.301   1.341   1.599   six blocks of 128 threads and 34 KiB, in clusters twice as large
+//     1.501     0.379   1.518   1.756   and the next row asked into L2 when this one is asked for
+//     1.275     0.311   1.326   1.631   when its sums are known, and it is written
+//     1.296     0.308   1.359   1.631   that, of 128 threads
+//
 // With batches of 16-byte copies nothing came of L2 sectors of 256 bytes (1.28), nor of stores that write back (1.27)
 // or stay in L2 (1.28).
 //

@@ -28,7 +28,7 @@ probability (5e-4 at 1e4).
 Note: the gradient in forward. Where one rank holds the whole vocabulary and the loss is reduced to a scalar, an op that
 visits every row once can leave the gradient for an upstream of 1 on its way, and spares the second read. Backward hands
 that buffer out, once, multiplied by the upstream gradient where that is not 1; from the second time on it runs
-`backward`. GPUs only, where the reads are what costs: 1.38 ms in the place of 1.62 on an H200 (docs/benchmarks.md).
+`backward`. GPUs only, where the reads are what costs: 1.26 ms in the place of 1.62 on an H200 (docs/benchmarks.md).
 """
 
 from __future__ import annotations
