@@ -67,7 +67,6 @@ class MoeCase:
     top_k: int
     passes: str = "both"
     calls: int = 1
-    walk: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         names = ("dtype", "tokens", "hidden", "ffn", "experts", "top_k")
@@ -84,9 +83,6 @@ class MoeCase:
         else:
             names = {"eager": "eager", "grouped_mm": "grouped_mm", "batched_mm": "batched_mm"}
         if rank.world_size == 1 and rank.device == "cuda":
-            for product in self.walk if self.passes == "both" else ():
-                walk = partial(walked_block, product=product)
-                makers.append((f"fastpar, {product} walked", "fastpar", walk))
             makers += [("torch grouped_mm", "torch", grouped_block), ("Liger fused experts", "torch", liger_block)]
         makers += [(f"Hugging Face {n}", "torch", partial(peer_block, implementation=i)) for i, n in names.items()]
         providers = []
@@ -131,7 +127,6 @@ class Block:
 
 NAMES = ("out", "dx", "dweights", "dfirst", "dsecond")
 PASSES = ("both", "forward")
-WALKS = ("dact", "wgrad")  # products of backward that can be on a persistent grid, and are not yet
 
 
 class Problem:
@@ -230,25 +225,6 @@ def fastpar_block(problem: Problem, *, transport: str = "auto") -> Block:
     return Block(layer, problem, first, second)
 
 
-@dataclass
-class WalkedBlock(Block):
-    """fastpar with one product more on a persistent grid, which it is to be measured for."""
-
-    product: str
-
-    def run(self) -> Tensor:
-        from unittest.mock import patch
-
-        from fastpar.kernels import grouped_gemm
-
-        with patch.object(grouped_gemm, "WALKED", grouped_gemm.WALKED | {self.product}):
-            return super().run()
-
-
-def walked_block(problem: Problem, *, product: str) -> Block:
-    return WalkedBlock(**vars(fastpar_block(problem)), product=product)
-
-
 def grouped_block(problem: Problem) -> Block:
     """Torch alone, without a synchronisation: as many rows as there are pairs."""
     grouped_mm: Any = getattr(F, "grouped_mm", None)
@@ -312,7 +288,7 @@ def peer_block(problem: Problem, *, implementation: str) -> Block:
 
 def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
     return [
-        MoeCase(dtype, tokens, hidden, ffn, experts, top_k, passes, walk=tuple(flags.walk))
+        MoeCase(dtype, tokens, hidden, ffn, experts, top_k, passes)
         for dtype in flags.dtype
         for tokens in flags.tokens
         for hidden in flags.hidden
@@ -325,19 +301,10 @@ def cases(flags: argparse.Namespace, world_size: int) -> Sequence[Case]:
 
 def passes(text: str) -> list[str]:
     """Names of PASSES, separated by commas."""
-    return _names(text, "passes", PASSES)
-
-
-def walked(text: str) -> list[str]:
-    """Names of WALKS, separated by commas."""
-    return _names(text, "product", WALKS)
-
-
-def _names(text: str, kind: str, known: Sequence[str]) -> list[str]:
     found = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in found if name not in known]
+    unknown = [name for name in found if name not in PASSES]
     if unknown:
-        raise argparse.ArgumentTypeError(f"unknown {kind} {unknown[0]!r}; choose from {', '.join(known)}")
+        raise argparse.ArgumentTypeError(f"unknown passes {unknown[0]!r}; choose from {', '.join(PASSES)}")
     return found
 
 
@@ -359,8 +326,6 @@ def main(argv: Sequence[str]) -> int:
     made.add_argument("--experts", type=positive_list, default=[8], metavar="LIST", help="of all ranks")
     made.add_argument("--top-k", type=positive_list, default=[2], metavar="LIST", help="experts of each token")
     made.add_argument("--passes", type=passes, default=["both"], metavar="LIST", help=", ".join(PASSES))
-    walks = f"time these on a persistent grid too, on CUDA: {', '.join(WALKS)}"
-    made.add_argument("--walk", type=walked, default=[], metavar="LIST", help=walks)
     return run(BENCH, made.parse_args(argv), ["fastpar", "bench", "moe", *argv])
 
 

@@ -262,7 +262,7 @@ def plans(python: str, peers: str, paths: Paths) -> dict[str, list[Stage]]:
             known["cross_entropy"],
             known["linear_cross_entropy"],
             bench("attention", 60, *bf16, "--tokens", "1024,4096,16384", *heads, what="by length"),
-            bench("moe", 60, *bf16, *experts, "--walk", "dact,wgrad", "--only", "fastpar,GEMMs", what="walked"),
+            known["moe"],
         ],
         "changed-2": [
             *found["bench"][: len(begin)],

@@ -375,77 +375,6 @@ def dact_halves(
     return dot
 
 
-@triton.jit
-def dact_tile(
-    walked,
-    num_tiles,
-    num_cols,
-    dout,
-    stride_dout,
-    index,
-    weight,
-    stride_e,
-    stride_n,
-    stride_k,
-    row_weights,
-    hidden,
-    dhidden,
-    act,
-    dots,
-    stride_hidden,
-    step,
-    second_hidden,
-    limit,
-    alpha,
-    tiles,
-    num_rows,
-    N,
-    K,
-    ACTIVATION: tl.constexpr,
-    GATED: tl.constexpr,
-    GROUP: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr,
-    PRECISION: tl.constexpr,
-    QUARTERS: tl.constexpr,
-):
-    """What one step of grouped_gemm_dact_kernel computes and stores."""
-    expert, row, rows, tile_n = tile_of_step(walked, tiles, num_tiles, num_cols, GROUP)
-    m = tl.arange(0, BLOCK_M)
-    source = source_rows(index, row, rows, m)
-    col = tile_n * BLOCK_N
-    acc = gathered_matmul(
-        dout, stride_dout, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
-        BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
-    )  # fmt: skip
-    acc = tl.where((source < 0)[:, None], 0.0, acc)
-    factor = tl.full((BLOCK_M,), 1.0, tl.float32)
-    if row_weights is not None:
-        factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)
-    # In halves of the columns: five tiles of float32 do not fit the registers. In quarters beside the next loads, and
-    # where gate and up alternate.
-    here = hidden + row * stride_hidden, dhidden + row * stride_hidden, act + row * N
-    if QUARTERS:
-        left, right = column_halves(acc)
-        dot = dact_halves(
-            left, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows, col, N,
-            ACTIVATION, GATED, BLOCK_N // 2,
-        )  # fmt: skip
-        dot += dact_halves(
-            right, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows,
-            col + BLOCK_N // 2, N, ACTIVATION, GATED, BLOCK_N // 2,
-        )  # fmt: skip
-    else:
-        dot = dact_halves(
-            acc, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows, col, N,
-            ACTIVATION, GATED, BLOCK_N,
-        )  # fmt: skip
-    tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, dot, mask=m < rows)
-
-
 @triton.jit(do_not_specialize=["num_rows", "limit", "alpha"])
 def grouped_gemm_dact_kernel(
     dout,
@@ -479,7 +408,6 @@ def grouped_gemm_dact_kernel(
     EVEN_K: tl.constexpr,
     PRECISION: tl.constexpr,
     QUARTERS: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):
     """The gradient through the second product and the activation, in one pass over the hidden features.
 
@@ -489,79 +417,35 @@ def grouped_gemm_dact_kernel(
     dots[c, i] = <p[i], activation(hidden[i])> over column tile c: summed over c, the gradient of row_weights[i]
     """
     num_tiles, num_cols = tl.load(tiles + 3), tl.cdiv(N, BLOCK_N)
-    if PERSISTENT:
-        tl.assume(K > 0)  # else the compiler keeps the plain loops beside the flattened one
-        for walked in tl.range(tl.program_id(0), num_tiles * num_cols, tl.num_programs(0), flatten=True):
-            dact_tile(
-                walked,
-                num_tiles,
-                num_cols,
-                dout,
-                stride_dout,
-                index,
-                weight,
-                stride_e,
-                stride_n,
-                stride_k,
-                row_weights,
-                hidden,
-                dhidden,
-                act,
-                dots,
-                stride_hidden,
-                step,
-                second_hidden,
-                limit,
-                alpha,
-                tiles,
-                num_rows,
-                N,
-                K,
-                ACTIVATION,
-                GATED,
-                GROUP,
-                BLOCK_M,
-                BLOCK_N,
-                BLOCK_K,
-                EVEN_N,
-                EVEN_K,
-                PRECISION,
-                QUARTERS,
-            )
-    elif tl.program_id(0) < num_tiles * num_cols:
-        dact_tile(
-            tl.program_id(0),
-            num_tiles,
-            num_cols,
-            dout,
-            stride_dout,
-            index,
-            weight,
-            stride_e,
-            stride_n,
-            stride_k,
-            row_weights,
-            hidden,
-            dhidden,
-            act,
-            dots,
-            stride_hidden,
-            step,
-            second_hidden,
-            limit,
-            alpha,
-            tiles,
-            num_rows,
-            N,
-            K,
-            ACTIVATION,
-            GATED,
-            GROUP,
-            BLOCK_M,
-            BLOCK_N,
-            BLOCK_K,
-            EVEN_N,
-            EVEN_K,
-            PRECISION,
-            QUARTERS,
-        )
+    if tl.program_id(0) < num_tiles * num_cols:
+        expert, row, rows, tile_n = tile_of_step(tl.program_id(0), tiles, num_tiles, num_cols, GROUP)
+        m = tl.arange(0, BLOCK_M)
+        source = source_rows(index, row, rows, m)
+        col = tile_n * BLOCK_N
+        acc = gathered_matmul(
+            dout, stride_dout, source, weight + expert.to(tl.int64) * stride_e, stride_n, stride_k, 0, col, N, K, False,
+            BLOCK_M, BLOCK_N, BLOCK_K, EVEN_N, EVEN_K, PRECISION,
+        )  # fmt: skip
+        acc = tl.where((source < 0)[:, None], 0.0, acc)
+        factor = tl.full((BLOCK_M,), 1.0, tl.float32)
+        if row_weights is not None:
+            factor = tl.load(row_weights + row + m, mask=m < rows, other=0.0)
+        # In halves of the columns: five tiles of float32 do not fit the registers. In quarters where gate and up
+        # alternate.
+        here = hidden + row * stride_hidden, dhidden + row * stride_hidden, act + row * N
+        if QUARTERS:
+            left, right = column_halves(acc)
+            dot = dact_halves(
+                left, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows, col,
+                N, ACTIVATION, GATED, BLOCK_N // 2,
+            )  # fmt: skip
+            dot += dact_halves(
+                right, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows,
+                col + BLOCK_N // 2, N, ACTIVATION, GATED, BLOCK_N // 2,
+            )  # fmt: skip
+        else:
+            dot = dact_halves(
+                acc, factor, here[0], here[1], here[2], stride_hidden, step, second_hidden, limit, alpha, m, rows, col,
+                N, ACTIVATION, GATED, BLOCK_N,
+            )  # fmt: skip
+        tl.store(dots + tile_n.to(tl.int64) * num_rows + row + m, dot, mask=m < rows)

@@ -39,12 +39,13 @@ lie; picked apart by strides they spilled 464 to 1928 bytes. An erf of a whole t
 bias, gelu 248; of a half and of a quarter at a time 0, in 242 and 229 registers at most. As persistent ones, not
 measured: clamped_swiglu 0 spills either way, alternating swiglu 0, geglu 24 to 248, gelu 8 with a bias.
 
-The gradient of the activation walks without spills by quarters of its columns (`WALKED`), where halves spilled 148 to
-476 bytes: 191 to 255 registers by activation, 0 spills, 3.6.0 and 3.7.1. So does one program a tile where gate and up
-alternate: halves spilled 96 to 492 bytes. Only the order of the dots' sums differs.
+Where gate and up alternate, the gradient of the activation goes by quarters of its columns: halves spilled 96 to 492
+bytes.
 
-So do weight gradients, in a loop over tiles and rows at once that is written out: 176 to 234 registers, 0 spills, loads
-pipelined in 180 KiB. In one that Triton flattens they took 254 registers and no pipeline at any number of stages.
+Tried, and slower: the other products of backward on a persistent grid. Forward and backward of the first row above, one
+H200 (rows in bench/results): 17.70 ms; with the gradient of the activation on it 17.96, by quarters of the columns, in
+191 to 255 registers; with the weight gradients on it 20.66, in a written-out loop over tiles and rows at once, in 176
+to 234. Nothing spilled. In a loop that Triton flattens weight gradients took 254 registers and had no pipeline.
 """
 
 from __future__ import annotations
@@ -65,13 +66,11 @@ GROUP = 8  # tiles of rows that share the columns of a weight
 TILES = 64  # entries of the table of tiles that one program writes
 GATED = ("swiglu", "geglu", "clamped_swiglu")
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Which products walk on a persistent grid where they can. "dact" and "wgrad" can, without spills; not timed.
-WALKED = frozenset({"linear", "act"})
 
 
 class GroupedGemmConfig(NamedTuple):
     """Rows, columns and terms of a block, warps of a program, stages of the loads' pipeline; whether as many programs
-    as are resident do all of a product over features (`Note: tiles`)."""
+    as are resident do all of a product of forward or of `grouped_linear` (`Note: tiles`)."""
 
     block_m: int
     block_n: int
@@ -112,14 +111,13 @@ def configuration(
 
 
 def _one_tile_each(config: GroupedGemmConfig) -> GroupedGemmConfig:
-    """The configuration for kernels that would spill, or that have no walk, as persistent ones."""
+    """The configuration for kernels that would spill, or be slower, as persistent ones."""
     return config._replace(num_stages=4, persistent=False) if config.persistent else config
 
 
 def dact_configuration(rows: int, cols: int, dtype: torch.dtype, device: torch.device) -> GroupedGemmConfig:
     """The same for the gradient of the activation."""
-    config = configuration(rows, cols, dtype, device, sums=2)
-    return config if "dact" in WALKED else _one_tile_each(config)
+    return _one_tile_each(configuration(rows, cols, dtype, device, sums=2))
 
 
 def wgrad_configuration(
@@ -127,11 +125,8 @@ def wgrad_configuration(
 ) -> GroupedGemmConfig:
     """The same for gradients [features, terms] of weights. Loads through an index wait for that of the index, which
     takes two of the pipeline's stages: six leave blocks of three under way."""
-    config = configuration(features, terms, dtype, device)
-    even = features % config.block_m == 0 and terms % config.block_n == 0  # narrow loads make a walk spill
-    config = config if even and "wgrad" in WALKED else _one_tile_each(config)
-    deepens = gathers and (config.num_stages == 4 or config.persistent)
-    return config._replace(num_stages=6) if deepens else config
+    config = _one_tile_each(configuration(features, terms, dtype, device))
+    return config._replace(num_stages=6) if gathers and config.num_stages == 4 else config
 
 
 class RowGroups:
@@ -349,16 +344,15 @@ def grouped_linear_dact(
     dhidden, act = torch.empty_like(hidden), hidden.new_empty((groups.num_rows, cols))
     if act.numel() == 0:
         return dhidden, act, hidden.new_zeros(groups.num_rows, dtype=torch.float32)
-    if config is None:
-        config = dact_configuration(groups.rows_per_expert, cols, dout.dtype, dout.device)
-        config = _walks(cols, dout.shape[1], config, spills=interleaved)
+    config = config or dact_configuration(groups.rows_per_expert, cols, dout.dtype, dout.device)
+    config = config._replace(persistent=False)  # a program for each tile, whatever was given
     dots = hidden.new_empty((cdiv(cols, config.block_n), groups.num_rows), dtype=torch.float32)
     launch(act_kernels.grouped_gemm_dact_kernel, _programs(groups, cols, config), dout.device, {
         "dout": dout, "stride_dout": dout.stride(0), "index": index, "row_weights": row_weights, "hidden": hidden,
         "dhidden": dhidden, "act": act, "dots": dots, "stride_hidden": hidden.shape[1], "step": halves.step,
         "second_hidden": halves.second, "limit": limit, "alpha": alpha, "num_rows": groups.num_rows,
-        "ACTIVATION": activation, "GATED": halves.gated, "QUARTERS": config.persistent or interleaved,
-        "PERSISTENT": config.persistent and dout.shape[1] > 0, **_product(dout, weight, cols, groups, config),
+        "ACTIVATION": activation, "GATED": halves.gated, "QUARTERS": interleaved,
+        **_product(dout, weight, cols, groups, config),
     })  # fmt: skip
     return dhidden, act, dots.sum(0)
 
@@ -393,14 +387,13 @@ def grouped_wgrad(
         return out
     gathers = left_index is not None or right_index is not None
     config = config or wgrad_configuration(features, terms, left.dtype, left.device, gathers=gathers)
-    tiles = groups.num_experts * cdiv(features, config.block_m) * cdiv(terms, config.block_n)
-    programs = min(tiles, _resident(left.device)) if config.persistent else tiles
+    programs = groups.num_experts * cdiv(features, config.block_m) * cdiv(terms, config.block_n)
     launch(kernels.grouped_wgrad_kernel, programs, left.device, {
         "left": left, "stride_left": left.stride(0), "left_index": left_index,
         "right": right, "stride_right": right.stride(0), "right_index": right_index,
-        "splits": groups.splits, "factor": factor, "out": out, "F": features, "K": terms, "num_tiles": tiles,
-        "GROUP": GROUP, "PERSISTENT": config.persistent, "BLOCK_F": config.block_m, "BLOCK_K": config.block_n,
-        "BLOCK_R": config.block_k, "PRECISION": "ieee", "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "splits": groups.splits, "factor": factor, "out": out, "F": features, "K": terms, "GROUP": GROUP,
+        "BLOCK_F": config.block_m, "BLOCK_K": config.block_n, "BLOCK_R": config.block_k, "PRECISION": "ieee",
+        "num_warps": config.num_warps, "num_stages": config.num_stages,
     })  # fmt: skip
     return out
 

@@ -187,69 +187,6 @@ def grouped_gemm_kernel(
 
 
 @triton.jit
-def wgrad_place(walked, splits, tiles_f, tiles_k, GROUP: tl.constexpr):
-    """(expert, tile of left's features, tile of right's, first row, one past the last row)."""
-    expert = walked // (tiles_f * tiles_k)
-    walked -= expert * tiles_f * tiles_k
-    group = walked // (GROUP * tiles_k)
-    members = tl.minimum(tiles_f - group * GROUP, GROUP)
-    place = walked - group * (GROUP * tiles_k)
-    begin, end = tl.load(splits + expert).to(tl.int32), tl.load(splits + expert + 1).to(tl.int32)
-    return expert, group * GROUP + place % members, place // members, begin, end
-
-
-@triton.jit
-def wgrad_rows(
-    acc,
-    row,
-    end,
-    f,
-    k,
-    left,
-    stride_left,
-    left_index,
-    right,
-    stride_right,
-    right_index,
-    F,
-    K,
-    PRECISION: tl.constexpr,
-):
-    """acc with the products of some rows."""
-    left_row = row if left_index is None else tl.load(left_index + row, mask=row < end, other=-1).to(tl.int64)
-    right_row = row if right_index is None else tl.load(right_index + row, mask=row < end, other=-1).to(tl.int64)
-    inside = (row < end) & (left_row >= 0) & (right_row >= 0)
-    a = tl.load(
-        left + (left_row * stride_left)[:, None] + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0
-    )
-    b = tl.load(
-        right + (right_row * stride_right)[:, None] + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
-    )
-    return multiply(tl.trans(a), b, acc, PRECISION)
-
-
-@triton.jit
-def wgrad_store(acc, factor, out, expert, f, k, F, K):
-    if factor is not None:
-        acc *= tl.load(factor)
-    target = out + expert.to(tl.int64) * F * K + (f.to(tl.int64)[:, None] * K + k[None, :])
-    tl.store(target, acc.to(out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
-
-
-@triton.jit
-def wgrad_steps(splits, per_expert, num_tiles, BLOCK_R: tl.constexpr, TILES: tl.constexpr):
-    """Steps of rows that this program takes in a walk; an expert without rows has one for each of its tiles."""
-    steps = 0
-    for first in range(tl.program_id(0), num_tiles, TILES * tl.num_programs(0)):
-        tile = first + tl.arange(0, TILES) * tl.num_programs(0)
-        entry = splits + tile // per_expert
-        begin = tl.load(entry, mask=tile < num_tiles, other=0).to(tl.int32)
-        end = tl.load(entry + 1, mask=tile < num_tiles, other=0).to(tl.int32)
-        steps += tl.sum(tl.where(tile < num_tiles, tl.maximum((end - begin + BLOCK_R - 1) // BLOCK_R, 1), 0), 0)
-    return steps
-
-
-@triton.jit(do_not_specialize=["num_tiles"])
 def grouped_wgrad_kernel(
     left,
     stride_left,
@@ -262,49 +199,44 @@ def grouped_wgrad_kernel(
     out,
     F,
     K,
-    num_tiles,
     GROUP: tl.constexpr,
     BLOCK_F: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
     PRECISION: tl.constexpr,
-    PERSISTENT: tl.constexpr,
 ):
     """out[e] = factor * left[rows of e].T @ right[rows of e]: [F, K] for every expert; zeros for one without rows.
 
     splits [0, 2, 2], left [[1], [2]], right [[10], [20]], factor [2]: out [[[100]], [[0]]].
-
-    PERSISTENT: a program walks over its tiles and their rows in one loop, whose state says where it is. Tiles have as
-    many rows as their experts; the compiler pipelines no loop that it makes of two by itself where the inner one's
-    length is read from memory.
     """
     tiles_f, tiles_k = tl.cdiv(F, BLOCK_F), tl.cdiv(K, BLOCK_K)
-    walked = tl.program_id(0)
-    expert, tile_f, tile_k, start, end = wgrad_place(walked, splits, tiles_f, tiles_k, GROUP)
+    program = tl.program_id(0)
+    expert = program // (tiles_f * tiles_k)
+    program -= expert * tiles_f * tiles_k
+    group = program // (GROUP * tiles_k)
+    members = tl.minimum(tiles_f - group * GROUP, GROUP)
+    place = program - group * (GROUP * tiles_k)
+    begin, end = tl.load(splits + expert).to(tl.int32), tl.load(splits + expert + 1).to(tl.int32)
+    tile_f, tile_k = group * GROUP + place % members, place // members
     r = tl.arange(0, BLOCK_R)
     acc = tl.zeros((BLOCK_F, BLOCK_K), tl.float32)
-    if PERSISTENT:
-        for _ in range(0, wgrad_steps(splits, tiles_f * tiles_k, num_tiles, BLOCK_R, 128)):
-            f, k = tile_f * BLOCK_F + tl.arange(0, BLOCK_F), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-            row = (start + r).to(tl.int64)
-            acc = wgrad_rows(
-                acc, row, end, f, k, left, stride_left, left_index, right, stride_right, right_index, F, K, PRECISION
-            )
-            start += BLOCK_R
-            if start >= end:
-                wgrad_store(acc, factor, out, expert, f, k, F, K)
-                acc = tl.zeros((BLOCK_F, BLOCK_K), tl.float32)
-                walked += tl.num_programs(0)
-                following = tl.minimum(walked, num_tiles - 1)  # of the last one nothing is done
-                expert, tile_f, tile_k, start, end = wgrad_place(following, splits, tiles_f, tiles_k, GROUP)
-    else:
-        f, k = tile_f * BLOCK_F + tl.arange(0, BLOCK_F), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
-        for first in range(start, end, BLOCK_R):
-            row = (first + r).to(tl.int64)
-            acc = wgrad_rows(
-                acc, row, end, f, k, left, stride_left, left_index, right, stride_right, right_index, F, K, PRECISION
-            )
-        wgrad_store(acc, factor, out, expert, f, k, F, K)
+    f, k = tile_f * BLOCK_F + tl.arange(0, BLOCK_F), tile_k * BLOCK_K + tl.arange(0, BLOCK_K)
+    for start in range(begin, end, BLOCK_R):
+        row = (start + r).to(tl.int64)
+        left_row = row if left_index is None else tl.load(left_index + row, mask=row < end, other=-1).to(tl.int64)
+        right_row = row if right_index is None else tl.load(right_index + row, mask=row < end, other=-1).to(tl.int64)
+        inside = (row < end) & (left_row >= 0) & (right_row >= 0)
+        a = tl.load(
+            left + (left_row * stride_left)[:, None] + f[None, :], mask=inside[:, None] & (f < F)[None, :], other=0.0
+        )
+        b = tl.load(
+            right + (right_row * stride_right)[:, None] + k[None, :], mask=inside[:, None] & (k < K)[None, :], other=0.0
+        )
+        acc = multiply(tl.trans(a), b, acc, PRECISION)
+    if factor is not None:
+        acc *= tl.load(factor)
+    target = out + expert.to(tl.int64) * F * K + (f.to(tl.int64)[:, None] * K + k[None, :])
+    tl.store(target, acc.to(out.dtype.element_ty), mask=(f < F)[:, None] & (k < K)[None, :])
 
 
 @triton.jit

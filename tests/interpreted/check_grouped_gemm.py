@@ -114,31 +114,11 @@ def test_a_persistent_grid_gives_the_bits_of_a_program_for_each_tile(splits: tup
             gg.grouped_linear_act(x, weight, groups, bias, scale=scale, config=config, **rule)
             for config in (SMALL, PERSISTENT)
         )
-        second = torch.randn(4, terms, once[1].shape[1])
+        second = torch.randn(4, terms, once[1].shape[1])  # the gradient has no walk, and does all tiles nevertheless
         dact = [gg.grouped_linear_dact(x, second, groups, once[0], config=config, **rule)
                 for config in (SMALL, PERSISTENT)]  # fmt: skip
-        for one, other in zip((*once, *dact[0][:2]), (*walked, *dact[1][:2]), strict=True):
+        for one, other in zip((*once, *dact[0]), (*walked, *dact[1]), strict=True):
             assert torch.equal(one[: splits[-1]], other[: splits[-1]]), (activation, interleaved)
-        dots = [each[2][: splits[-1]] for each in dact]  # of columns in quarters, so in another order
-        torch.testing.assert_close(*dots, rtol=1e-5, atol=1e-4)
-
-
-def test_a_persistent_grids_dots_are_exact_where_any_order_is() -> None:
-    """relu of small integers: nothing is rounded, so that a column left out or counted twice would show."""
-    groups, rows, cols = groups_of(), SPLITS[-1] + PADDED, 48
-    dout, second = integers(9, 64, seed=0), integers(4, 64, cols, seed=1)
-    hidden, index = integers(rows, cols, seed=2), gathered(9)
-    weights = 2.0 ** torch.arange(rows).remainder(3)
-    once, walked = (
-        gg.grouped_linear_dact(
-            dout, second, groups, hidden, activation="relu", index=index, row_weights=weights, config=config
-        )
-        for config in (SMALL, PERSISTENT)
-    )
-    for one, other in zip(once, walked, strict=True):
-        assert torch.equal(one[: SPLITS[-1]], other[: SPLITS[-1]])
-    p = by_expert(rows_of(dout, index), second.transpose(1, 2))
-    assert torch.equal(walked[2][: SPLITS[-1]].double(), (p * hidden[: SPLITS[-1]].double().relu()).sum(1))
 
 
 def test_rows_past_the_last_expert_are_not_written() -> None:
@@ -234,26 +214,6 @@ def test_weight_gradients_are_exact_and_those_without_rows_zero(gather: str, dty
     for e, (begin, end) in enumerate(pairwise(SPLITS)):
         assert torch.equal(found[e].double(), left[begin:end].T @ right[begin:end])
     assert found[1].count_nonzero() == 0
-
-
-@pytest.mark.parametrize("splits", [SPLITS, (0, 0, 0, 0, 0), (0, 0, 0, 40, 40)], ids=["some", "none", "one"])
-@pytest.mark.parametrize("cols", [16, 40])  # fewer tiles than programs that could be, and more
-def test_weight_gradients_of_a_persistent_grid_have_the_same_bits(splits: tuple[int, ...], cols: int) -> None:
-    """Experts without rows, first, last and all of them, have their zeros written."""
-    groups, rows = RowGroups(torch.tensor(splits), splits[-1] + PADDED, CPU), splits[-1] + PADDED
-    left, right, factor = torch.randn(rows, 16), torch.randn(9, cols), torch.tensor([0.5])
-    index = torch.randint(-1, 9, (rows,))
-    left[index < 0] = float("nan")  # padding is not read,
-    left[splits[-1] :] = float("nan")  # nor what is past the last expert
-    for options in ({"factor": factor}, {}):
-        once, walked = (
-            gg.grouped_wgrad(left, right, groups, right_index=index, config=config, **options)
-            for config in (SMALL, PERSISTENT)
-        )
-        assert torch.equal(once, walked)
-        assert not walked.isnan().any()
-        turned = gg.grouped_wgrad(right, left, groups, left_index=index, config=PERSISTENT, **options)
-        torch.testing.assert_close(turned, walked.transpose(1, 2))
 
 
 def test_bias_gradients_are_exact_and_those_without_rows_zero() -> None:
