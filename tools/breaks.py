@@ -488,6 +488,12 @@ TENSOR = _of(
         "return self.comm.all_reduce(grad)",
         "test_second_derivatives.py gradient_penalties",
     ),
+    (
+        "optimizers of split parameters read this rank's term",
+        "    register_optimizer_step_pre_hook(hooks.begin)\n",
+        "",
+        "test_optimizer_numbers.py one_process",
+    ),
 )
 
 GRID = _of(

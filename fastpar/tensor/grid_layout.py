@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fastpar.comm import Communicator
 from fastpar.comm.autograd import reduce_from
+from fastpar.tensor.optimizer_numbers import read_whole_numbers_in_steps
 from fastpar.tensor.parameter import RowMap
 
 
@@ -168,6 +169,7 @@ class GridLayout:
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """`local` as a DTensor of the full shape."""
+        read_whole_numbers_in_steps()
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
 

@@ -38,6 +38,7 @@ from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
+from fastpar.tensor.optimizer_numbers import read_whole_numbers_in_steps
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
 
@@ -287,6 +288,7 @@ class ParameterLayout:
         """`local` as a DTensor of the full shape; unchanged when there is no mesh."""
         if self.mesh is None:
             return local
+        read_whole_numbers_in_steps()
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 

@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
+from fastpar.tensor.optimizer_numbers import reading_whole
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local, own_storage
 from fastpar.zero.sharded_param import ShardedParam
@@ -103,24 +104,6 @@ def _values_of(states: Sequence[dict[str, Any] | None]) -> list[Any]:
 
 def _are_same(found: Sequence[Any], known: Sequence[Any]) -> bool:
     return len(found) == len(known) and all(map(is_, found, known))
-
-
-def _read_whole(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(args[0].full_tensor())
-
-
-@contextmanager
-def reading_whole() -> Iterator[None]:
-    """What is read from a DTensor in the block (`.item()`, `float`, a condition) is the number that one process would
-    read: DTensor itself gives this rank's term of a sum. Collective. No dispatch mode, in which nothing compiles."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # as torch's loss_parallel adds to them
-    before, number_of = dict(handlers), torch.ops.aten._local_scalar_dense.default
-    handlers[number_of] = _read_whole
-    try:
-        yield
-    finally:
-        handlers.clear()
-        handlers.update(before)
 
 
 @contextmanager

@@ -18,8 +18,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.comm import Communicator
+from fastpar.tensor.optimizer_numbers import reading_whole
 from fastpar.zero.groups import Groups, as_parameter, local
-from fastpar.zero.optimizer_step import copied, is_elementwise, reading_whole
+from fastpar.zero.optimizer_step import copied, is_elementwise
 
 _ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
 _STEPS = 2

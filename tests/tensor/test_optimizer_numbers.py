@@ -1,0 +1,140 @@
+"""Numbers that an optimizer's step reads of split parameters are those of the whole, without fp.zero.shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import fastpar as fp
+from fastpar.tensor import full_parameter
+from tests.dist import run_ranks
+
+PLAN = {"mlp.up": "colwise", "mlp.down": "rowwise"}
+
+
+class Normalized(torch.optim.Optimizer):
+    """A step as long as all gradients' norm says, which it reads as a number."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(list(params), {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = sum(float((p.grad**2).sum()) for p in params) ** 0.5
+        for p in params:
+            p.add_(p.grad, alpha=-0.1 / norm)
+
+
+class Decayed(torch.optim.SGD):
+    """Reads numbers after another step, which torch's hooks stand around as well."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for p in [p for group in self.param_groups for p in group["params"]]:
+            p.mul_(0.99 if float(p.abs().sum()) > 1 else 1.01)
+
+
+class Nested(torch.optim.Optimizer):
+    """Steps another optimizer, and reads numbers after it."""
+
+    def __init__(self, params: Any) -> None:
+        params = list(params)
+        super().__init__(params, {})
+        self.inner = Normalized(params)
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p.div_(1 + 0.1 * p.abs().max().item() + 0.01 * p.norm().item())
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "normalized": Normalized,
+    "decayed": lambda params: Decayed(params, lr=0.1, momentum=0.9),
+    "nested": Nested,
+}
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+        self.mlp = nn.ModuleDict({"up": nn.Linear(6, 10), "down": nn.Linear(10, 6)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp["down"](self.mlp["up"](self.norm(x)).tanh())
+
+
+def build() -> nn.Module:
+    torch.manual_seed(0)
+    net = Net().double()
+    with torch.no_grad():
+        for p in net.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return net
+
+
+def train(net: nn.Module, name: str) -> dict[str, Tensor]:
+    optimizer = OPTIMIZERS[name](net.parameters())
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(4):
+        x = torch.randn(3, 6, generator=generator, dtype=torch.float64)
+        optimizer.zero_grad()
+        (net(x) - x.flip(1)).square().mean().backward()
+        optimizer.step()
+    return {name: full_parameter(p).detach().clone() for name, p in net.named_parameters()}
+
+
+def train_both(name: str) -> list[float]:
+    """The largest difference from one process, and the split norm's copies on this rank."""
+    whole = train(build(), name)
+    split = fp.parallelize(build(), dist.group.WORLD, PLAN)
+    found = train(split, name)
+    errors = [float((found[n] - whole[n]).abs().max()) for n in whole]
+    return [max(errors), *found["norm.weight"].tolist()]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_reads_numbers_is_that_of_one_process(name: str) -> None:
+    first, second = run_ranks(2, train_both, name)
+    assert first[0] < 1e-12
+    assert first[1:] == second[1:]
+
+
+def read_around_steps() -> list[bool]:
+    """Whether what a rank reads is the whole's: before steps, after one that raised, in the next one, after it."""
+    net = fp.parallelize(build(), dist.group.WORLD, PLAN)
+    weight = net.mlp["up"].weight.detach()
+    found = []
+
+    def read() -> None:
+        found.append(abs(weight.abs().sum().item() - float(weight.full_tensor().abs().sum())) < 1e-12)
+
+    class Reader(torch.optim.SGD):
+        raises = True
+
+        def step(self, closure: Any = None) -> None:
+            read()
+            if self.raises:
+                raise RuntimeError("no step")
+
+    read()
+    optimizer = Reader(net.parameters(), lr=0.1)
+    with pytest.raises(RuntimeError, match="no step"):
+        optimizer.step()
+    Reader.raises = False
+    Reader(net.parameters(), lr=0.1).step()
+    read()
+    return found
+
+
+def test_numbers_are_those_of_the_rank_again_after_a_step() -> None:
+    assert run_ranks(2, read_around_steps) == [[False, True, True, False]] * 2
