@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fastpar as fp
+from fastpar.pipeline.stages.absent import Absent
 from tests.assembly.assembly_cells import Cell, batch, build, reference
 from tests.assembly.assembly_ranks import assembled, fed
 from tests.dist import run_ranks
@@ -83,6 +86,59 @@ def test_a_hook_on_every_layer_runs_where_the_layer_is() -> None:
     wanted = float(F.cross_entropy(model(ids).flatten(0, 1), targets.flatten()).detach())
     for found in run_ranks(2, hooked_losses):
         assert found == pytest.approx([wanted] * 4, rel=1e-9)
+
+
+def _scaled_input(module: Any, args: Any) -> Any:
+    return None if hasattr(module, "layers") else tuple(x * 1.1 if x.is_floating_point() else x for x in args)
+
+
+def _scaled_grads(module: Any, grads: Any) -> Any:
+    return None if hasattr(module, "layers") else tuple(grad * 1.1 for grad in grads)
+
+
+@contextlib.contextmanager
+def hooks_on_all_modules() -> Iterator[list[nn.Module]]:
+    """Of the process; what the hooks were called with."""
+    modules, seen = nn.modules.module, list[nn.Module]()
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Full backward hook is firing")  # torch, of an embedding
+        for handle in (
+            modules.register_module_forward_pre_hook(_scaled_input),
+            modules.register_module_full_backward_pre_hook(_scaled_grads),
+            modules.register_module_forward_hook(lambda module, args, output: seen.append(module)),
+        ):
+            stack.callback(handle.remove)
+        yield seen
+
+
+def globally_hooked() -> list[tuple[float, float]]:
+    """Loss and norm of a step with hooks on all modules, from before the model was cut."""
+    found = []
+    for words in ("pp2 mb2", "pp2 zbv mb2"):
+        cell = Cell(words)
+        with hooks_on_all_modules() as seen:
+            trained = assembled(cell)
+            assert not seen, "trials are not the user's forwards"
+            result = trained.step(fed(trained, cell, 0))
+        inside = {module for part in trained.parts for module in part.modules()}
+        assert len(seen) > 10
+        assert set(seen) <= inside
+        assert not any(isinstance(module, Absent) for module in seen)
+        found.append((result.loss, result.norm))
+        trained.close()
+    return found
+
+
+def test_hooks_on_all_modules_of_the_process_run_where_the_modules_are() -> None:
+    model: Any = build(Cell("one rank"))
+    ids, targets = batch(0)
+    with hooks_on_all_modules():
+        loss = F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+        loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    for found in run_ranks(2, globally_hooked):
+        for result in found:
+            assert result == pytest.approx((float(loss.detach()), float(norm)), rel=1e-9)
 
 
 def refusals() -> list[str]:

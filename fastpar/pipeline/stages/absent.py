@@ -9,39 +9,24 @@ from stand-ins never counts: see `stream`.
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from fastpar.pipeline.stages.stream import HIDDEN, Stream, alias, fill, main_of
 
 _PLAIN = (bool, int, float, str, tuple, type(None))
 
 
-def _unless_sealed(name: str) -> Callable[..., RemovableHandle]:
-    register: Any = getattr(nn.Module, name)
-
-    @functools.wraps(register)
-    def wrapped(self: Absent, hook: Any, *args: Any, **kwargs: Any) -> RemovableHandle:
-        if self.is_sealed:
-            return RemovableHandle(OrderedDict())
-        handle: RemovableHandle = register(self, hook, *args, **kwargs)
-        return handle
-
-    return wrapped
-
-
 class Absent(nn.Module):
     """Passes its first argument on.
 
-    Of a pipeline it is sealed: hooks that users put on it, and another forward that they give it, do not run, as where
-    they do it to all layers in a loop. They are for the module, and run where that is.
+    Of a pipeline it is sealed: hooks that users put on it, those on all modules of the process
+    (`register_module_forward_hook`), and another forward that they give it, do not run, as where they do it to all
+    layers in a loop. They are for the module, and run where that is.
 
     path            the module's name in the model
     part            the part that holds it
@@ -86,10 +71,8 @@ class Absent(nn.Module):
         """Say what the module returns (`template_of`)."""
         self._template = template
 
-    register_forward_hook = _unless_sealed("register_forward_hook")
-    register_forward_pre_hook = _unless_sealed("register_forward_pre_hook")
-    register_full_backward_hook = _unless_sealed("register_full_backward_hook")
-    register_full_backward_pre_hook = _unless_sealed("register_full_backward_pre_hook")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return (self.forward if self.is_sealed else super().__call__)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not args and self._first not in kwargs:

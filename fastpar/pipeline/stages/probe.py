@@ -296,8 +296,18 @@ def _package_of(hook: Any) -> str:
     return (getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
+_GLOBAL_HOOKS = (
+    "_global_forward_pre_hooks",
+    "_global_forward_hooks",
+    "_global_backward_pre_hooks",
+    "_global_backward_hooks",
+)
+
+
 class quiet_trial:
-    """Nothing is remembered: no graph, and the random states are as before."""
+    """Nothing is remembered: no graph, and the random states are as before. Hooks on all modules of the process do not
+    run: profilers would count the trial, and what changes an input would do so twice, as inputs of modules in it are
+    those that modules got in another run."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -308,9 +318,14 @@ class quiet_trial:
         self._fork.__enter__()
         self._no_grad = torch.no_grad()
         self._no_grad.__enter__()
+        self._hooks = [(hooks, dict(hooks)) for name in _GLOBAL_HOOKS if (hooks := getattr(nn.modules.module, name))]
+        for hooks, _ in self._hooks:
+            hooks.clear()
         _seed_trial(0, self._like.device)
 
     def __exit__(self, *error: Any) -> None:
+        for hooks, kept in self._hooks:
+            hooks.update(kept)
         self._no_grad.__exit__(*error)
         self._fork.__exit__(*error)
 
