@@ -4,11 +4,13 @@ Note: replaced parameters. A rank's rows of a parameter are the optimizer's, in 
 parameter other memory (`model.to("cpu:0")`, `p.data = ...`) or a module another parameter
 (`load_state_dict(assign=True)`) would separate the two: the model would be trained no more, and nobody would be told.
 So `Connection` compares memory before every training forward and step, one pointer a parameter; new values of the same
-dtype and device are copied to where the old ones were. An evaluation computes with what is there, which may go again.
+dtype and device are copied to where the old ones were. An evaluation computes with what is there, which may go again. A
+parameter that a module was given is set aside then: it shares the memory, and an optimizer that has it is refused.
 """
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.nn.utils import stateless
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.parameter import layout_of
@@ -298,10 +301,34 @@ class Connection:
             take_values(param, home, _memory(found))
         for param, home, _ in astray:
             set_local(param.parameter, home)
+        homes = {param.name: home for param, home, _ in astray}
         for param, held, attribute in self._places:
-            if held.get(attribute) is not param.parameter:
+            if (replacement := held.get(attribute)) is not param.parameter:
                 held[attribute] = param.parameter
+                if replacement is not None:
+                    _set_aside(replacement, param.name, homes[param.name])
         return bool(changed)
+
+
+def _set_aside(replacement: nn.Parameter, name: str, home: Tensor) -> None:
+    """A parameter whose values were taken: whoever holds it sees what the model has. It gets no gradients."""
+    set_local(replacement, home)
+    vars(replacement)["fastpar_set_aside"] = name
+    _refuse_to_step_what_is_set_aside()
+
+
+@functools.cache
+def _refuse_to_step_what_is_set_aside() -> None:
+    def check(optimizer: Any, *_: Any) -> None:
+        for parameter in [x for group in optimizer.param_groups for x in group["params"]]:
+            if (name := getattr(parameter, "fastpar_set_aside", None)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} would step a parameter that was put in the place of {name} after "
+                    "fastpar.zero.shard, which took its values and goes on with its own: this one has no gradients. "
+                    "Copy into parameters, or make the optimizer after the first forward with the new ones"
+                )
+
+    register_optimizer_step_pre_hook(check)
 
 
 def _is_in_functional_call() -> bool:

@@ -649,6 +649,28 @@ def test_values_that_are_set_by_hand_are_what_the_next_step_starts_from() -> Non
     run_ranks(SIZE, new_values)
 
 
+def replaced_with_an_optimizer() -> None:
+    """Another optimizer is made of parameters that a module was given, before and after the forward that sees them."""
+    for stage in (0, 1, 2):
+        model = Net()
+        shard(model, make_optimizer("sgd", model.parameters()), stage)
+        replacement = nn.Parameter(torch.full_like(model.last.bias, 3.0))
+        model.last.bias = replacement
+        early = torch.optim.SGD([replacement], lr=1.0)
+        loss_here(model, 0).backward()
+        assert model.last.bias is not replacement
+        with pytest.raises(RuntimeError, match=r"SGD would step a parameter .* in the place of last\.bias"):
+            early.step()
+        with torch.no_grad():
+            model.last.bias.fill_(2.0)
+        assert torch.equal(replacement, model.last.bias), stage
+        torch.optim.SGD(nn.Linear(2, 2).parameters()).step()  # of others: as ever
+
+
+def test_an_optimizer_of_replaced_parameters_is_told_that_they_have_no_gradients() -> None:
+    run_ranks(SIZE, replaced_with_an_optimizer)
+
+
 def climb(model: nn.Module, how: str, sign: float) -> None:
     """Move all weights by what depends on nothing, as the two moves of sharpness-aware minimisation."""
     values = list(model.parameters())
