@@ -71,20 +71,25 @@ class SplitLogits(DTensor):
         made = DTensor.from_local(local, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
         return _marked(made, comm)
 
+    def to_local(self, **options: Any) -> Tensor:
+        """DTensor's; the gradient that comes back is a SplitLogits, too."""
+        return _marks_gradients(super().to_local(**options), self._comm)
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         # An overload: below autograd, called again by a dispatch mode (a counter, selective checkpointing).
-        if isinstance(func, torch._ops.OpOverload) or _is_question(func, name):
+        first, is_overload = args[0] if args else None, isinstance(func, torch._ops.OpOverload)
+        if is_overload or _is_question(func, name):
             with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        first = args[0] if args else None
+                out = func(*args, **kwargs)
+            return out if is_overload or not isinstance(first, SplitLogits) else _marked(out, first._comm)
         if isinstance(first, SplitLogits) and not any(map(_has_tensors, (*args[1:], *kwargs.values()))):
             if name in _ELEMENTWISE or _is_in_place(name):
                 with torch._C.DisableTorchFunctionSubclass():
                     out = func(*args, **kwargs)
-                return _marked(out, first._comm)
+                return _marks_gradients(_marked(out, first._comm), first._comm)
             if name in _SHAPES:
                 kept = _reshaped(func, args, kwargs)
                 if kept is not None:
@@ -93,6 +98,11 @@ class SplitLogits(DTensor):
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
+        if (
+            name == "view_as" and len(args) == 2 and args[1] is first
+        ):  # autograd, of what a custom function has passed on
+            with torch._C.DisableTorchFunctionSubclass():
+                return _marked(func(*args), first._comm)
         if _is_in_place(name) and isinstance(first, SplitLogits):
             raise TypeError(
                 f"logits that are split over the vocabulary cannot be changed by {name} with a tensor: write it out of "
@@ -130,6 +140,15 @@ def _marked(x: Any, comm: Communicator) -> Any:
     return x
 
 
+def _marks_gradients(out: Any, comm: Communicator) -> Any:
+    """`out`, computed from split logits, in whose backward their gradient is split logits as well: hooks on modules and
+    tensors read numbers of all of it."""
+    node = getattr(out, "grad_fn", None)
+    if node is not None and not torch.compiler.is_compiling():
+        node.register_hook(lambda grads, _: tuple(_marked(grad, comm) for grad in grads))
+    return out
+
+
 def _reshaped(func: Any, args: Any, kwargs: Any) -> SplitLogits | None:
     """The result where the vocabulary is still the last dim, and whole; None where it is not or cannot be told."""
     source = args[0]
@@ -144,7 +163,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> SplitLogits | None:
             out = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # whatever DTensor's rules do not have
         return None
-    out = _marked(out, source._comm)
+    out = _marks_gradients(_marked(out, source._comm), source._comm)
     return out if isinstance(out, SplitLogits) and out.shape == wanted.shape else None
 
 

@@ -453,6 +453,37 @@ def test_whatever_is_done_with_split_logits_gives_the_numbers_of_one_process() -
     run_ranks(2, _readings)
 
 
+def _read_gradients(model: Any) -> tuple[list[float], list[Tensor]]:
+    """What hooks around a head read of its output's gradient, which they double, and the gradients of a step."""
+    read: list[float] = []
+
+    def hook(grad: Tensor) -> Tensor:
+        read.extend([grad.norm().item(), float(grad.max()), float(grad[0, -1].sum())])
+        return 2 * grad
+
+    handle = model.head.register_full_backward_pre_hook(lambda module, grads: (hook(grads[0]),))
+    logits = model(ids())
+    handle.remove()
+    logits.retain_grad()
+    logits.register_hook(hook)
+    F.cross_entropy((logits.float() / 3).view(-1, VOCAB), ids().flatten()).backward()
+    hook(logits.grad)
+    return read, [full_parameter(p, p.grad) for p in model.parameters()]
+
+
+def _gradients_of_logits() -> None:
+    model = Model().double()
+    parallel = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, BLOCKS | ENDS)
+    for _ in range(2):
+        torch.testing.assert_close(_read_gradients(parallel), _read_gradients(model), rtol=1e-6, atol=1e-9)
+    parallel.head.register_full_backward_hook(lambda *_: None)
+    assert parallel(ids()).placements[0].is_shard(2)  # nothing was gathered for it
+
+
+def test_hooks_on_logits_and_around_a_head_read_and_change_the_gradient_of_one_process() -> None:
+    run_ranks(2, _gradients_of_logits)
+
+
 def _encoder() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, 0.0, batch_first=True)
