@@ -98,9 +98,8 @@ class SplitLogits(DTensor):
             loss = _cross_entropy(*args, **kwargs)
             if loss is not None:
                 return loss
-        if (
-            name == "view_as" and len(args) == 2 and args[1] is first
-        ):  # autograd, of what a custom function has passed on
+        # autograd's, of what a custom function returns as it got it: hooks on a module's backward
+        if name == "view_as" and args[1:] and args[1] is first:
             with torch._C.DisableTorchFunctionSubclass():
                 return _marked(func(*args), first._comm)
         if _is_in_place(name) and isinstance(first, SplitLogits):
