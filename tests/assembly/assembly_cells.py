@@ -102,7 +102,7 @@ def make_optimizer(cell: Cell, params: list[nn.Parameter]) -> Any:
 
 @dataclass(frozen=True)
 class Reference:
-    """Of three steps in one process: losses and norms, the first gradients, the last parameters."""
+    """Of some steps in one process: losses and norms, the first gradients, the last parameters."""
 
     losses: list[float]
     norms: list[float]
@@ -117,27 +117,27 @@ def microbatches(layout: fp.Layout) -> list[Tensor]:
     return [torch.cat(rows) for rows in zip(*mine, strict=True)]
 
 
-def reference(cell: Cell) -> Reference:
+def reference(cell: Cell, steps: int = STEPS) -> Reference:
     parts = microbatches(cell.layout) if cell.model == "experts" else [torch.arange(ROWS)]
     alike = Cell("one rank", cell.model, cell.tied, cell.frozen, cell.optimizer)
-    return _reference(alike, tuple(tuple(rows.tolist()) for rows in parts))
+    return _reference(alike, tuple(tuple(rows.tolist()) for rows in parts), steps)
 
 
 @functools.cache
-def _reference(cell: Cell, parts: tuple[tuple[int, ...], ...]) -> Reference:
+def _reference(cell: Cell, parts: tuple[tuple[int, ...], ...], steps: int) -> Reference:
     model = build(cell)
     with norms_in_their_own_dtype(model):
-        return _trained(cell, model, parts)
+        return _trained(cell, model, parts, steps)
 
 
-def _trained(cell: Cell, model: nn.Module, parts: tuple[tuple[int, ...], ...]) -> Reference:
+def _trained(cell: Cell, model: nn.Module, parts: tuple[tuple[int, ...], ...], steps: int) -> Reference:
     losses: list[float] = []
     norms: list[float] = []
     optimizers = make_optimizer(cell, [p for p in model.parameters() if p.requires_grad])
     optimizers = optimizers if isinstance(optimizers, list) else [optimizers]
     is_hf = cell.model == "huggingface"
     grads: dict[str, Tensor] = {}
-    for step in range(STEPS):
+    for step in range(steps):
         ids, targets = batch(step, is_hf)
         fp.expert.set_loss_scale(model, 1 / len(parts))
         tokens = (targets[:, 1:] if is_hf else targets).ne(-100).sum()
