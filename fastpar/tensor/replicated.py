@@ -8,16 +8,19 @@ Note: how the module's own forward gets plain tensors
     `replicate` gives the instance a generated subclass with one property per parameter. `self.weight` inside the
     module's forward then is the unwrapped local tensor, connected to the parameter by one autograd node. This is the
     mechanism of `torch.nn.utils.parametrize`; it works for any module without knowing its formula, so that numerics
-    stay exactly those of the class that the user chose.
+    stay exactly those of the class that the user chose. Code that is no forward gets a `ValueOfParameter`.
 """
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import checked
 from fastpar.tensor.binding import Adoption, GroupLike, bind
@@ -29,7 +32,49 @@ from fastpar.tensor.parameter import (
     RowMap,
     install_state_dict_hooks,
     is_sharded_further,
+    local_tensor,
 )
+
+
+class ValueOfParameter(Tensor):
+    """A parameter's local values, connected to it in autograd, for code outside of a forward: each reading is another
+    tensor, so that what such code asks of a parameter is asked of the parameter: its gradient, flags and hooks."""
+
+    _parameter: Any
+    _as_dtensor: Callable[[Tensor], Tensor]
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
+
+    @property
+    def grad(self) -> Tensor | None:
+        return None if self._parameter.grad is None else local_tensor(self._parameter.grad)
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        self._parameter.grad = value if value is None or isinstance(value, DTensor) else self._as_dtensor(value)
+
+    @property
+    def requires_grad(self) -> bool:
+        return bool(self._parameter.requires_grad)
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self._parameter.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> Tensor:
+        self._parameter.requires_grad_(requires_grad)
+        return self
+
+    def register_hook(self, hook: Any) -> Any:
+        return self._parameter.register_hook(hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Any) -> Any:
+        return self._parameter.register_post_accumulate_grad_hook(hook)
+
+    def __deepcopy__(self, memo: Any) -> Tensor:
+        return copy.deepcopy(self.as_subclass(Tensor), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 
 def _unwrapping_property(name: str) -> property:
@@ -38,9 +83,16 @@ def _unwrapping_property(name: str) -> property:
         if param is not None and is_sharded_further(param):
             return cast(Tensor, param)  # not in a forward: fully_shard asks for its own parameters so
         local = cast("Tensor | None", self._local(name, sum_grad=name in self._sum_grad))
-        if local is not None and not torch.compiler.is_compiling() and local.grad_fn is not None:
-            local.register_hook = param.register_hook  # type: ignore[method-assign]  # each reading is another tensor
-        return local
+        if local is None or torch.compiler.is_compiling():
+            return local
+        if sys._getframe(1).f_code.co_name.endswith("forward") or self._layouts[name].picks_rows:  # the usual, as it is
+            if local.grad_fn is not None:
+                local.register_hook = param.register_hook  # type: ignore[method-assign]
+            return local
+        value: Any = local if local.grad_fn is not None else local.view_as(local)
+        value.__class__ = ValueOfParameter
+        value._parameter, value._as_dtensor = param, self._layouts[name].as_dtensor
+        return cast(Tensor, value)
 
     return property(read)
 

@@ -1,7 +1,8 @@
-"""Numbers that an optimizer's step reads of split parameters are those of the whole, without fp.zero.shard."""
+"""What a program reads of split models' parameters: numbers in an optimizer's step, attributes of whole modules."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -138,3 +139,49 @@ def read_around_steps() -> list[bool]:
 
 def test_numbers_are_those_of_the_rank_again_after_a_step() -> None:
     assert run_ranks(2, read_around_steps) == [[False, True, True, False]] * 2
+
+
+def grow(parameter: Tensor) -> None:
+    parameter.grad.mul_(5)
+
+
+def train_by_attribute(net: nn.Module) -> dict[str, Tensor]:
+    """Freezes, thaws, hooks and changes gradients of a module that stays whole, each time read from the module."""
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+    def step(change: Callable[[], object] = lambda: None) -> None:
+        optimizer.zero_grad()
+        (net(x) - x.flip(1)).square().mean().backward()
+        change()
+        optimizer.step()
+
+    def change() -> None:
+        net.norm.bias.grad = None
+        net.norm.weight.grad = net.norm.weight.grad * 0.5
+        net.norm.weight.grad.clamp_(-0.01, 0.01)
+
+    net.norm.weight.requires_grad_(False)
+    assert not net.norm.weight.requires_grad
+    step()
+    net.norm.weight.requires_grad = True
+    step(change)
+    net.norm.weight.register_hook(lambda grad: grad * 3)
+    net.norm.bias.register_post_accumulate_grad_hook(grow)
+    step()
+    with torch.no_grad():
+        net.norm.weight.mul_(0.5)
+    copied = copy.deepcopy(net.norm.weight.detach())
+    assert type(copied) is type(net.norm.weight * 1) is Tensor
+    assert torch.equal(copied, net.norm.weight)
+    return {name: full_parameter(p).detach().clone() for name, p in net.named_parameters()}
+
+
+def train_both_by_attribute() -> float:
+    whole = train_by_attribute(build())
+    found = train_by_attribute(fp.parallelize(build(), dist.group.WORLD, PLAN))
+    return max(float((found[n] - whole[n]).abs().max()) for n in whole)
+
+
+def test_parameters_of_a_whole_module_are_what_its_attributes_say() -> None:
+    assert max(run_ranks(2, train_both_by_attribute)) < 1e-12
