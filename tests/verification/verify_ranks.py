@@ -134,7 +134,7 @@ class Case:
 
     layout   words, and further options of VerifyLayout; verify: of fp.verify
     plant    what is done to the model in its layout; patch: a context in which all of verify runs
-    culprits modules one of which must be named first; kind of that finding
+    culprits modules one of which must be named first; kind of that finding, and the step that it shows in
     """
 
     name: str
@@ -148,6 +148,11 @@ class Case:
     verify: dict[str, Any] = field(default_factory=dict)
     culprits: tuple[str, ...] = ()
     kind: str | None = None
+    shows_in: int = 0
+
+    @property
+    def steps(self) -> int:
+        return self.shows_in + 1 if self.culprits else 2
 
 
 def run_case(case: Case) -> VerifyReport:
@@ -161,7 +166,9 @@ def run_case(case: Case) -> VerifyReport:
     asked = fp.VerifyLayout(mesh, **{**words.options, **case.options})
     try:
         with planted(case.plant), case.patch():
-            return fp.verify(partial(make, case.model, **case.build), asked, batch, **extra, **case.verify)
+            return fp.verify(
+                partial(make, case.model, **case.build), asked, batch, steps=case.steps, **extra, **case.verify
+            )
     finally:
         mesh.close()
 
@@ -421,6 +428,7 @@ BUGS = [
         "llama",
         "tp2",
         plant=at(f"{L1}.mlp.up_proj", stale_after_a_step),
+        shows_in=1,
         culprits=(f"{L1}.mlp.up_proj",),
         kind="output",
     ),
