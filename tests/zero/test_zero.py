@@ -41,7 +41,7 @@ def check(size: int, cases: list[Case]) -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_ten_steps_equal_the_plain_optimizer_bit_for_bit(dtype: torch.dtype, size: int) -> None:
+def test_steps_equal_the_plain_optimizer_bit_for_bit(dtype: torch.dtype, size: int) -> None:
     """Every stage, with one and with four microbatches: sums are taken before gradients travel in stages 0 and 1, and
     of what has travelled in 2 and 3."""
     check(size, [Case(stage, dtype, accumulate) for stage, accumulate in product(STAGES, (1, 4))])

@@ -70,8 +70,17 @@ def load(folder, stage, precision, kind, options):
     return run.whole(), run.train(range(3, 5)).losses
 
 
-@pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize(("stage", "size"), [(0, 2), (1, 3), (2, 4), (3, 2)])
+SAVED = [(0, 2), (1, 3), (2, 4), (3, 2)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "precision"),
+    # Masters are whole in stage 0, and parts in the others, which float32 shows to be alike.
+    [
+        *((*saved, "fp32") for saved in SAVED),
+        *(pytest.param(*saved, "bf16", marks=[pytest.mark.slow] if saved[0] in (0, 2) else []) for saved in SAVED),
+    ],
+)
 def test_any_stage_and_number_of_ranks_loads_what_another_saved(tmp_path: Path, stage, size, precision):
     folder = str(tmp_path / "checkpoint")
     saved = run_ranks(size, save, folder, stage, precision, "adamw")
@@ -98,13 +107,13 @@ def test_other_optimizers_and_offload_load_too(tmp_path: Path, kind):
 
 
 def check_straight(stage, precision):
-    straight = Run(stage, precision).train(range(12))
-    first = Run(stage, precision).train(range(6))
+    straight = Run(stage, precision).train(range(6))
+    first = Run(stage, precision).train(range(3))
     state = first.zero.state_dict()
     second = Run(stage, precision, seed=1)
     second.zero.load_state_dict(state)
-    second.train(range(6, 12))
-    return straight.losses[6:] == second.losses, [
+    second.train(range(3, 6))
+    return straight.losses[3:] == second.losses, [
         name for name, x in straight.whole().items() if not torch.equal(x, second.whole()[name])
     ]
 

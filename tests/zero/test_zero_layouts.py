@@ -75,7 +75,7 @@ def load(folder: str, sizes: dict[str, int], stage: int, experts: bool) -> Found
 SAVED: list[tuple[dict[str, int], int, bool]] = [
     ({"dp_shard": 2, "tp": 2}, 1, False),
     ({"dp_shard": 2, "tp": 2, "ep": 2}, 2, True),
-    ({"dp_shard": 4, "ep": 2}, 1, True),
+    ({"dp_shard": 4, "ep": 2}, 1, True),  # slow: its experts are split as those above
 ]
 LOADED: list[tuple[dict[str, int], int]] = [
     ({"dp_shard": 2, "tp": 2, "ep": 2}, 1),
@@ -85,7 +85,9 @@ LOADED: list[tuple[dict[str, int], int]] = [
 ]
 
 
-@pytest.mark.parametrize(("sizes", "stage", "experts"), SAVED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("sizes", "stage", "experts"), [*SAVED[:2], pytest.param(*SAVED[2], marks=pytest.mark.slow)], ids=str
+)
 def test_other_layouts_load_parameters_and_moments(
     tmp_path: Path, sizes: dict[str, int], stage: int, experts: bool
 ) -> None:

@@ -72,13 +72,16 @@ class Case:
     accumulate: int = 1
     reduces: str = "stage"
     kind: str = "adamw"
-    steps: int = 10
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def precision(self) -> fp.Precision | None:
         policies = {torch.bfloat16: fp.Precision.bf16, torch.float16: fp.Precision.fp16}
         return policies[self.dtype]() if self.dtype in policies else None
+
+    @property
+    def steps(self) -> int:
+        return 10 if self.dtype == torch.float16 else 5  # the scaler skips the first ones, and grows after three more
 
     @property
     def travels(self) -> str:
