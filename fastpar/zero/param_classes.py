@@ -17,7 +17,7 @@ Note: parameters at rest. A loss is made of outputs, and some of parameters, too
 parameters that modules have outside of forward are shards, and not what the graph of the outputs has:
 torch.autograd.grad finds no way to them and returns None, and a term of them is a DTensor, which torch refuses to mix
 with plain tensors far from where it was made. A module that reads the parameter of another one, whose forward does not
-run, gets its shard, too. What computes nothing that needs a gradient goes on as ever.
+run, gets its shard, too. What computes nothing that needs a gradient goes on as ever, and so does `full_tensor`.
 
 Note: averaged gradients. Between the end of a reduction and the next forward or step, `.grad` of a parameter that is
 not its own optimizer parameter is that one's: one tensor, so what changes it changes what the optimizer takes. Where
@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -39,7 +39,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from fastpar.zero.groups import as_dtensor, local
+from fastpar.zero.groups import Groups, as_dtensor, local
 
 if TYPE_CHECKING:
     from fastpar.zero.sharded_param import ShardedParam
@@ -308,12 +308,12 @@ class AtRestTensor(Tensor):
                 "computed with: call loss.backward() and take `.grad`, or use stage=2"
             )
         if func is Tensor.__deepcopy__ or func is Tensor.__reduce_ex__:
-            name = args[0]._at_rest_name
+            name, groups = args[0]._at_rest_name, args[0]._at_rest_groups
             release_at_rest(args[:1])
             try:
                 return func(*args, **kwargs)
             finally:
-                guard_at_rest({name: args[0]})
+                guard_at_rest({name: args[0]}, groups)
         with torch._C.DisableTorchFunctionSubclass():
             try:
                 found = func(*args, **kwargs)
@@ -333,6 +333,25 @@ class AtRestParameter(AtRestTensor, nn.Parameter):
 
 class AtRestDTensor(AtRestTensor, DTensor):
     __slots__ = ()
+    _at_rest_groups: Groups
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """DTensor's, which `full_tensor` gathers with. DTensor takes the gradient of the whole for the same on all
+        ranks, and keeps its rows; here each rank's loss has made one of its own, and the rows are those of the mean."""
+        with torch._C.DisableTorchFunctionSubclass():
+            found: DTensor = super().redistribute(*args, **kwargs)
+            if found.requires_grad:
+                found.register_hook(partial(_mean_of, self._at_rest_groups))
+        return found
+
+
+def _mean_of(groups: Groups, grad: Tensor) -> Tensor | None:
+    if not isinstance(grad, DTensor) or not all(placement.is_replicate() for placement in grad.placements):
+        return None  # the user says what of the sum each rank has: full_tensor(grad_placements=)
+    mean = grad.to_local().clone(memory_format=torch.contiguous_format)
+    for comm in groups.everyone():
+        comm.all_reduce(mean, "avg", out=mean)
+    return as_dtensor(groups.as_sum_of_parts(mean), grad._spec)
 
 
 _AT_REST_CLASSES: dict[type, type] = {nn.Parameter: AtRestParameter, DTensor: AtRestDTensor}
@@ -351,13 +370,14 @@ def _text(func: Any, args: Any, kwargs: Any) -> str:
     )
 
 
-def guard_at_rest(parameters: Mapping[str, Tensor]) -> None:
-    """From now on these, by name, say what would be wrong. Tensors of other classes stay as they are."""
+def guard_at_rest(parameters: Mapping[str, Tensor], groups: Groups) -> None:
+    """From now on these, by name, say what would be wrong. Tensors of other classes stay as they are. `groups`: the
+    ranks that gradients are averaged over."""
     for name, x in parameters.items():
         guarded = _AT_REST_CLASSES.get(class_below(x))
         if guarded is not None:
             inner: Any = x
-            inner._at_rest_name = name
+            inner._at_rest_name, inner._at_rest_groups = name, groups.of(x)
             set_class_below(x, guarded)
 
 
@@ -366,3 +386,4 @@ def release_at_rest(parameters: Iterable[Tensor]) -> None:
         own = _FROM_AT_REST.get(class_below(x))
         if own is not None:
             set_class_below(x, own)
+            vars(x).pop("_at_rest_groups", None)  # which no copy is to have

@@ -308,7 +308,8 @@ class Stage3:
 
     def _guard(self) -> None:
         self._is_guarding = True
-        guard_at_rest({param.name: param.sharded for param in self.params if param.sharded is not None})
+        at_rest = {param.name: param.sharded for param in self.params if param.sharded is not None}
+        guard_at_rest(at_rest, self.groups)
 
     def detach(self) -> None:
         """Give the model its whole parameters for good, and remove all hooks. Collective."""
@@ -432,6 +433,8 @@ class Stage3:
             self._prefetch(self._order.next_after(unit))
         if not torch.is_grad_enabled():
             return None
+        if not (self._is_guarding or self.is_held or in_backward()):  # a module that is called by itself
+            self._guard()
         previous = None if in_backward() else self._last_call
         call = ForwardCall(unit, self._passes, previous, self._begin_backward, self._end_backward)
         state.running[-1] = Frame(module, call)

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fastpar as fp
 from tests.dist import run_ranks
@@ -274,6 +275,51 @@ def penalised() -> None:
 
 def test_a_loss_may_have_terms_of_parameters() -> None:
     run_ranks(SIZE, penalised)
+
+
+class ReadsHead(nn.Module):
+    """Whose head does not run: its weight is read, in the model's forward as trainers with fused losses do, or not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def loss(self, hidden: Tensor) -> Tensor:
+        weight, bias = (x.full_tensor() if isinstance(x, DTensor) else x for x in (self.head.weight, self.head.bias))
+        return nn.functional.linear(hidden, weight, bias).exp().mean()
+
+    def forward(self, x: Tensor, *, with_loss: bool) -> Tensor:
+        return self.loss(self.body(x)) if with_loss else self.body(x)
+
+
+def reads_head(stage: int | None, where: str, **options: Any) -> Parameters:
+    torch.manual_seed(0)
+    model = ReadsHead()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    x = torch.randn(3, SIZE, 7, 4)
+    if stage is not None:
+        shard(model, optimizer, stage, **options)
+    for step in range(3):
+        rows = x[step].flatten(0, 1) if stage is None else x[step, dist.get_rank()]
+        if where == "inside":
+            loss = model(rows, with_loss=True)
+        else:
+            loss = model.loss(model.body(rows) if where == "alone" else model(rows, with_loss=False))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return whole_values(model)
+
+
+def heads_read() -> None:
+    for where in ("inside", "outside", "alone"):
+        expected = reads_head(None, where)
+        for options in ({"units": ["body", "head"]}, {"persistent_share": 1.0}, {}):
+            assert_close(reads_head(3, where, **options), expected, (where, options))
+
+
+def test_whole_weights_that_are_read_where_their_module_does_not_run_get_the_mean_of_all_ranks() -> None:
+    run_ranks(SIZE, heads_read)
 
 
 def given_run(stage: int | None, **options: Any) -> Parameters:
