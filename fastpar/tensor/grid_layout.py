@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from fastpar.comm import Communicator
 from fastpar.comm.autograd import reduce_from
-from fastpar.tensor.optimizer_numbers import read_whole_numbers_in_steps
 from fastpar.tensor.parameter import RowMap
+from fastpar.tensor.split_views import watch_views
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,6 @@ class GridLayout:
 
     def as_dtensor(self, local: Tensor) -> Tensor:
         """`local` as a DTensor of the full shape."""
-        read_whole_numbers_in_steps()
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, self.placements, run_check=False, shape=self.shape, stride=stride)
 
@@ -181,6 +180,8 @@ class GridLayout:
     def tag(self, param: nn.Parameter) -> nn.Parameter:
         """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
         param.fastpar_layout = self  # type: ignore[attr-defined]
+        if isinstance(param, DTensor):
+            watch_views(param)
         return param
 
 

@@ -67,6 +67,10 @@ class _WholeNumbersInSteps:
         self._frame: FrameType | None = None
         self._end: Callable[[], None] | None = None
 
+    @property
+    def is_on(self) -> bool:
+        return self._end is not None
+
     def begin(self, optimizer: Any, *_: Any) -> None:
         if torch.compiler.is_compiling() or not _has_dtensors(optimizer):
             return
@@ -92,9 +96,16 @@ def _has_dtensors(optimizer: Any) -> bool:
     return any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"])
 
 
+_HOOKS = _WholeNumbersInSteps()
+
+
+def is_in_step() -> bool:
+    """Whether an optimizer with DTensors steps, of which a step that has raised is the last until the next one."""
+    return _HOOKS.is_on
+
+
 @functools.cache
 def read_whole_numbers_in_steps() -> None:
     """For all optimizers of the process; once."""
-    hooks = _WholeNumbersInSteps()
-    register_optimizer_step_pre_hook(hooks.begin)
-    register_optimizer_step_post_hook(hooks.end)
+    register_optimizer_step_pre_hook(_HOOKS.begin)
+    register_optimizer_step_post_hook(_HOOKS.end)

@@ -38,7 +38,7 @@ from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
-from fastpar.tensor.optimizer_numbers import read_whole_numbers_in_steps
+from fastpar.tensor.split_views import watch_views
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
 
@@ -288,7 +288,6 @@ class ParameterLayout:
         """`local` as a DTensor of the full shape; unchanged when there is no mesh."""
         if self.mesh is None:
             return local
-        read_whole_numbers_in_steps()
         stride = torch.empty(self.shape, device="meta").stride()
         return DTensor.from_local(local, self.mesh, [self.placement], run_check=False, shape=self.shape, stride=stride)
 
@@ -301,6 +300,8 @@ class ParameterLayout:
     def tag(self, param: nn.Parameter) -> nn.Parameter:
         """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
         param.fastpar_layout = self  # type: ignore[attr-defined]
+        if isinstance(param, DTensor):
+            watch_views(param)
         return param
 
 

@@ -29,6 +29,7 @@ from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
 from fastpar.tensor.held import HeldTensor, Index, index_of
+from fastpar.tensor.split_views import watch_views
 from fastpar.zero import memory, state_dict
 from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
@@ -477,6 +478,8 @@ class Zero:
         self.params = sorted(params, key=lambda param: self._order[param.name])
         for param in self.params:
             param.is_traced = self.options.skip_nonfinite
+            watch_views(param.parameter)
+            watch_views(param.optim_param)
         self._masters.hold(self.params)
 
     def _adopt(self) -> None:

@@ -1,0 +1,142 @@
+"""Views of split parameters and gradients that are copies: a write to one is an error.
+
+Of a DTensor torch gathers what `weight[0]`, `narrow`, `chunk` or `reshape` take along a dim that is split, and gives a
+copy. `weight.data[padding].zero_()` or `weight.grad[:10].mul_(0)` then changes the copy and nothing else, without a
+word, and only on layouts that split that dim. Reading such a view is as ever. Methods are looked at, and `x[...] = y`;
+`torch.narrow(x, ...)` and the like, which DTensor takes without a word to its class, are not.
+
+Inside an optimizer's step views of gradients and states are values to compute with, to which optimizers may write.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
+
+_VIEWS = (
+    "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "reshape",
+    "flatten", "unflatten",
+)  # fmt: skip
+_OPERATORS = frozenset(
+    f"__{name}__"
+    for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
+)
+_NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
+_KNOWN: dict[int, weakref.ref[Any]] = {}  # parameters, by id
+
+
+class GatheredView(DTensor):
+    """Such a copy. What is computed of it is a plain DTensor again; a view of it is one of these."""
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func.__name__.partition(".")[0]
+        if isinstance(kwargs.get("out"), GatheredView) or (_writes(name) and _first(args)):
+            raise _refusal(name)
+        with torch._C.DisableTorchFunctionSubclass():
+            found = func(*args, **kwargs)
+        views = [x for x in _each(found) if type(x) is DTensor]
+        for view in views:
+            if any(not _is_copy(view, x) for x in args if isinstance(x, GatheredView)):
+                view.__class__ = GatheredView
+        return found
+
+
+def _refusal(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"{name} would write to a copy: torch gathers a part of a parameter or gradient along a dim that is split over "
+        "ranks, and nothing comes back. Write to the whole tensor, as in weight.masked_fill_(mask, value) or "
+        "weight.copy_(torch.where(mask, value, weight)), or to clone() if a copy is wanted"
+    )
+
+
+def _writes(name: str) -> bool:
+    return name in _OPERATORS if name.startswith("__") else name.endswith("_") and name not in _NO_WRITES
+
+
+def _first(args: Any) -> bool:
+    """Whether what an operation writes to is such a copy: the first argument, or one of a list."""
+    return bool(args) and any(isinstance(x, GatheredView) for x in _each(args[0]))
+
+
+def _each(found: Any) -> Any:
+    return found if isinstance(found, (tuple, list)) else (found,)
+
+
+def _address(x: DTensor) -> int:
+    return int(x._local_tensor.untyped_storage().data_ptr())
+
+
+def _is_copy(view: DTensor, x: DTensor) -> bool:
+    return view._local_tensor.numel() > 0 and _address(view) != _address(x)
+
+
+def watch_views(parameter: Tensor) -> None:
+    """Refuse writes to copies of this parameter's parts, and of its gradient's."""
+    read_whole_numbers_in_steps()
+    _mark_copies()
+    key = id(parameter)
+    _KNOWN[key] = weakref.ref(parameter, lambda _: _KNOWN.pop(key, None))
+
+
+def _is_of_parameter(x: DTensor) -> bool:
+    """Whether it lies where a parameter does or, outside of steps, where a gradient does, or is split like one of them,
+    as gradients on their way and averages are."""
+    in_step = is_in_step()
+    for known in list(_KNOWN.values()):
+        parameter = known()
+        for each in (parameter, None if parameter is None or in_step else parameter.grad):
+            if isinstance(each, DTensor) and (
+                _address(each) == _address(x) != 0 or (not in_step and _are_alike(each, x))
+            ):
+                return True
+    return False
+
+
+def _are_alike(a: DTensor, b: DTensor) -> bool:
+    return a.shape == b.shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
+
+
+@functools.cache
+def _mark_copies() -> None:
+    for name in _VIEWS:
+        setattr(DTensor, name, _marking(getattr(DTensor, name)))
+    DTensor.__setitem__ = _refusing(DTensor.__getitem__, DTensor.__setitem__)  # type: ignore[method-assign]
+
+
+def _marking(view: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(view)
+    def marking(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found = view(self, *args, **kwargs)
+        if torch.compiler.is_compiling() or isinstance(self, GatheredView):
+            return found
+        copies = [x for x in _each(found) if type(x) is DTensor and _is_copy(x, self)]
+        if copies and _is_of_parameter(self):
+            for copy in copies:
+                copy.__class__ = GatheredView
+        return found
+
+    return marking
+
+
+def _refusing(get: Callable[..., Any], put: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(put)
+    def setting(self: Any, index: Any, value: Any) -> None:
+        is_basic = all(x is None or x is ... or type(x) in (int, slice) for x in _each(index))
+        is_looked_at = is_basic and not torch.compiler.is_compiling() and _is_of_parameter(self)
+        if is_looked_at and isinstance(get(self, index), GatheredView):
+            raise _refusal("__setitem__")
+        put(self, index, value)
+
+    return setting
