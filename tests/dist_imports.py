@@ -8,10 +8,7 @@ with contextlib.suppress(ImportError):  # each rank says itself what is wrong
     import torch.distributed.tensor  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import fastpar
-
-    for name in fastpar.__all__:  # most of which are imported when they are asked for
-        getattr(fastpar, name)
+    import fastpar  # noqa: F401  (its modules in each rank: a rank died of SIGSEGV when they were here, once)
 
 gc.collect()
 gc.freeze()  # a collection in a rank would write to all of it, and so have a copy
