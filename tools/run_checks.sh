@@ -47,16 +47,18 @@ pytest_on() { # what is said of it, pytest arguments...
 
 # Four lanes of what does not look at the clock (see tests/conftest.py). They begin together: one alone would leave a core
 # idle now and then, and tests of ranks, which wait for each other and for deadlines, do so in two lanes. Lanes hold a
-# lock that the tests with a clock wait for, in the second lane of ranks, whose processes are there already.
+# lock that the tests with a clock wait for, in the second lane of ranks, whose processes are there already. What is one
+# process at a time is in two lanes: in one, it would go on alone on its core when all others have ended.
 device_lane() { # pytest arguments...
-  check "pytest, device code and plain" pytest_on "device, plain" --part device --part plain "$@"
-}
-
-sanitizer_lane() {
   check "mypy" tools/in_env.sh mypy
   check "API reference" "$(tools/find_python.sh)" tools/make_docs.py
+  check "pytest, device code" pytest_on "device" --part device "$@"
+}
+
+plain_lane() { # pytest arguments...
   check "build of the C++ kernels under ASan and UBSan" env MAX_JOBS=1 tools/run_asan.sh --build
   check "C++ kernels under ASan and UBSan" tools/run_asan.sh --part plain --part ranks
+  check "pytest, plain" pytest_on "plain" --part plain "$@"
 }
 
 ranks_lane() { # half, pytest arguments...
@@ -122,8 +124,8 @@ elif [[ ${1:-} == --quick ]]; then
   fi
 else
   # Threads that wait for others sleep meanwhile: spinning, they would take the core from those.
-  export OMP_WAIT_POLICY=passive # as in tests/__init__.py; the programs of the sanitizer lane as well
-  start sanitizer_lane
+  export OMP_WAIT_POLICY=passive # as in tests/__init__.py; the programs of the plain lane as well
+  start plain_lane "$@"
   start device_lane "$@"
   start ranks_lane 1 "$@"
   start ranks_lane 2 "$@"
