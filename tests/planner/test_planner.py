@@ -442,15 +442,21 @@ def test_experts_are_planned_and_marked_as_not_measured() -> None:
 
 
 @pytest.mark.expensive
-def test_16384_gpus_take_10_seconds_and_1024_with_128_experts_20() -> None:
-    """Processor time of one core: the machine may be busy."""
-    for model, machine, batch, seq, budget in (
+@pytest.mark.parametrize(
+    ("model", "machine", "batch", "seq", "budget"),
+    [
         ("llama-3.1-405b", "h100x16384", 4096, 8192, 10.0),
-        ("qwen3-235b-a22b", "h100x1024", 1024, 4096, 20.0),
-    ):
-        before = time.process_time()
-        fp.plan(model, machine, batch=batch, seq=seq)
-        assert time.process_time() - before < budget, model
+        # Of the same search, which has sixteen times the ranks above.
+        pytest.param("qwen3-235b-a22b", "h100x1024", 1024, 4096, 20.0, marks=pytest.mark.slow),
+    ],
+)
+def test_16384_gpus_take_10_seconds_and_1024_with_128_experts_20(
+    model: str, machine: str, batch: int, seq: int, budget: float
+) -> None:
+    """Processor time of one core: the machine may be busy."""
+    before = time.process_time()
+    fp.plan(model, machine, batch=batch, seq=seq)
+    assert time.process_time() - before < budget
 
 
 def test_the_command_plans_explains_and_tells_that_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
