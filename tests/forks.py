@@ -6,6 +6,7 @@ Each import takes seconds.
 from __future__ import annotations
 
 import atexit
+import gc
 import importlib
 import json
 import os
@@ -57,10 +58,17 @@ class Forks:
             atexit.register(pipe.close)
 
 
+def _import(modules: Sequence[str]) -> None:
+    """For forks, whose collections leave out what is here: they would go through all of it, and have copies."""
+    for module in modules:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+
+
 def serve() -> None:
     """For each line with arguments and a file: run pytest in a fork, its output in the file, and say how it ended."""
-    for module in sys.argv[1:]:
-        importlib.import_module(module)
+    _import(sys.argv[1:])
     for line in sys.stdin:
         arguments, output = json.loads(line)
         child = os.fork()
@@ -96,11 +104,22 @@ def run_programs(
         ]
 
 
+def become_ranks(world_size: int, port: str) -> None:
+    """In a program of `run_programs`: goes on in a fork for each rank, where `env://` finds the others by the store
+    at this port, as under torchrun. The process itself waits, and ends with the number of ranks that failed.
+    """
+    at = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for rank in range(world_size):
+        if os.fork() == 0:
+            os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), **at)
+            return
+    sys.exit(sum(os.wait()[1] != 0 for _ in range(world_size)))
+
+
 def serve_programs() -> None:
     """For each case: run the program in a fork, to the end of its interpreter, and say how it ended."""
     program, cases, modules, folder = json.load(sys.stdin)
-    for module in modules:
-        importlib.import_module(module)
+    _import(modules)
     for n, case in enumerate(cases):
         child = os.fork()
         if child == 0:

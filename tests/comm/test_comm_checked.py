@@ -6,8 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import re
-import subprocess
-import sys
 import time
 
 import pytest
@@ -26,6 +24,7 @@ from fastpar.comm import (
 )
 from fastpar.comm.shared_memory.library import library
 from tests.dist import RankError, run_ranks, say_done, stay_away_until_done
+from tests.forks import run_programs
 
 WAYS = ["auto", "torch", "check"]
 
@@ -301,14 +300,18 @@ def test_a_long_wait_is_warned_of_with_the_ranks_that_are_late(way):
     assert any("for a message with tag 5 of rank 1" in text for text in texts), texts
 
 
+_IMPORTS = "torch._dynamo", "torch.distributed.tensor", "fastpar.comm", "fastpar.mesh"
 _ENDS = """
 import sys, torch, fastpar as fp
+from tests.forks import become_ranks
+how, port = sys.argv[1:]
+become_ranks(2, port)
 mesh = fp.init_mesh(tp=2, device="cpu", timeout=60.0)
 comm = fp.Communicator(mesh["tp"])
 for _ in range(3):
     comm.all_reduce(torch.ones(3))
 if comm.rank == 1:
-    if sys.argv[1] == "raise":
+    if how == "raise":
         raise KeyError("lost")
     sys.exit(0)
 try:
@@ -319,26 +322,14 @@ except fp.comm.PeerLostError as error:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("how", "words"), [("exit", "ended normally"), ("raise", r"ended with KeyError: 'lost'")])
-def test_a_rank_that_has_ended_is_said_to_have_ended_after_its_last_collective(tmp_path, how, words):
-    script = tmp_path / "ends.py"
-    script.write_text(_ENDS)
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1"}
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    env |= {"WORLD_SIZE": "2", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), how],
-            env={**env, "RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    said, _ = [rank.communicate(timeout=200)[0] for rank in ranks]
-    assert re.search(rf"rank 1 \(pid \d+\) has {words}, after its last collective \(call #2\)", said), said
+def test_a_rank_that_has_ended_is_said_to_have_ended_after_its_last_collective():
+    ends = {"exit": "ended normally", "raise": "ended with KeyError: 'lost'"}
+    stores = [dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in ends]
+    cases = [[how, str(store.port)] for how, store in zip(ends, stores, strict=True)]
+    for done, words in zip(run_programs(_ENDS, cases, _IMPORTS), ends.values(), strict=True):
+        assert done.returncode == (done.args[0] == "raise"), done.stderr
+        said = rf"SAID.* rank 1 \(pid \d+\) has {words}, after its last collective \(call #2\)"
+        assert re.search(said, done.stdout), done.stdout + done.stderr
 
 
 def compiled() -> int:

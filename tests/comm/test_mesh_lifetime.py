@@ -25,6 +25,7 @@ from fastpar.mesh.grid import GroupMaker
 from fastpar.mesh.lifetime import known_groups, mark_failed
 from fastpar.mesh.rendezvous import Clock, Session
 from tests.dist import run_ranks, say_done, stay_away_until_done
+from tests.forks import run_programs
 
 CYCLES = 50
 
@@ -517,8 +518,10 @@ def test_a_rendezvous_that_nobody_answers_ends_at_its_deadline(monkeypatch):
 
 
 _AGAIN = """
-import warnings; warnings.simplefilter("error")
+import sys, warnings; warnings.simplefilter("error")
 import torch, torch.distributed as dist, fastpar as fp
+from tests.forks import become_ranks
+become_ranks(2, sys.argv[1])
 assert not dist.is_initialized()
 for step in range(3):
     mesh = fp.init_mesh(tp=2, device="cpu", timeout=30.0)
@@ -530,13 +533,10 @@ for step in range(3):
 
 
 @pytest.mark.ranks
-def test_a_job_may_close_its_mesh_and_make_it_again(tmp_path):
-    script = tmp_path / "again.py"
-    script.write_text(_AGAIN)
-    root = os.path.dirname(os.path.dirname(os.path.dirname(__file__)))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    env = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+def test_a_job_may_close_its_mesh_and_make_it_again():
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    modules = "torch._dynamo", "torch.distributed.tensor", "fastpar.comm", "fastpar.mesh"
+    (done,) = run_programs(_AGAIN, [[str(store.port)]], modules)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
