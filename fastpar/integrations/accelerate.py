@@ -75,8 +75,9 @@ class MeshAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """The model with autocast and torch.compile, as asked for, and nothing around it."""
-        if self.zero is None and self.mesh.size("dp") > 1:
+        """The model with autocast and torch.compile, as asked for, and nothing around it. What is for evaluation alone,
+        such as a reference model, needs nobody who reduces gradients."""
+        if self.zero is None and not evaluation_mode and self.mesh.size("dp") > 1:
             raise ValueError(
                 f"the mesh has {self.mesh.size('dp')} data-parallel ranks, and nobody reduces the gradients: pass "
                 "zero=fastpar.zero.shard(model, optimizer, group=mesh, stage=...); stage 0 is DistributedDataParallel"

@@ -9,17 +9,23 @@ What is the Trainer's stays its own: schedules, logging, callbacks, evaluation, 
 
 * the model is wrapped in nothing; `fastpar.zero.shard` makes it data-parallel, and takes the optimizer
 * batches are dealt out by data-parallel rank, counts of tokens and losses go over these ranks, the norm over all
+* subclasses of others are mixed in, `class MeshSFTTrainer(MeshTrainer, trl.SFTTrainer)`, as far as they go by their
+  accelerator: what gathers over all processes itself is refused where ranks of a mesh share rows
 * `save_model` writes whole tensors, one after the other; checkpoints have the optimizer's shards of all ranks, in
   torch.distributed.checkpoint's form, so that another layout can resume from them
 """
 
 from __future__ import annotations
 
+import dis
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from accelerate.utils import gather, reduce
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from transformers import Trainer
@@ -46,8 +52,9 @@ class MeshTrainer(Trainer):
     Other arguments are the Trainer's. Under float16 and bfloat16 of the arguments (autocast) parameters stay float32;
     `zero` with a `precision` does it the other way.
 
-    ValueError for a mesh with other dims, for both `stage` and `zero`, for a `zero` without its optimizer, and for
-    `push_to_hub`, `load_best_model_at_end`, `fsdp` and `deepspeed`, which would take a rank's shards for the model.
+    ValueError for a mesh with other dims, for both `stage` and `zero`, for a `zero` without its optimizer, for
+    `push_to_hub`, `load_best_model_at_end`, `fsdp` and `deepspeed`, which would take a rank's shards for the model, and
+    for a subclass that calls `gather` of accelerate.utils where tensor-parallel ranks have the same rows.
     """
 
     model: Any  # which the Trainer says may be absent
@@ -65,6 +72,7 @@ class MeshTrainer(Trainer):
         **kwargs: Any,
     ):
         check_mesh(mesh)
+        _check_gathers(type(self), mesh)
         if stage is not None and zero is not None:
             raise ValueError(f"stage={stage} and zero= are both given: the model is sharded by one of them")
         if zero is not None and (kwargs.get("optimizers") or (None, None))[0] not in zero.optimizers:
@@ -75,7 +83,7 @@ class MeshTrainer(Trainer):
         if kwargs.get("model_init") is not None:
             raise ValueError("MeshTrainer takes a model, not model_init: parallelize it first")
         self.mesh, self.stage, self.zero = mesh, 0 if stage is None else stage, zero
-        super().__init__(model, args, **kwargs)
+        super().__init__(model=model, args=args, **kwargs)  # by name: trl has other second arguments
 
     def create_accelerator_and_postprocess(self) -> None:
         """The Trainer's own, over the mesh."""
@@ -151,6 +159,26 @@ class MeshTrainer(Trainer):
                 optim_state_dict=state["optimizer"],
             )
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+
+def _check_gathers(cls: type, mesh: Mesh) -> None:
+    """ValueError where the code of a subclass calls functions that go over all processes, and ranks share rows."""
+    if not dist.is_initialized() or dist.get_world_size() == mesh.size("dp"):
+        return
+    for each in cls.__mro__:
+        for name, member in vars(each).items() if issubclass(each, Trainer) else ():
+            function = inspect.unwrap(member) if inspect.isfunction(member) else None
+            if not inspect.isfunction(function):
+                continue
+            loaded = {step.argval for step in dis.get_instructions(function) if step.opname == "LOAD_GLOBAL"}
+            known = [*map(function.__globals__.get, loaded), *inspect.getclosurevars(function).nonlocals.values()]
+            used = [x.__name__ for x in (gather, reduce) if any(value is x for value in known)]
+            if used:
+                raise ValueError(
+                    f"{each.__name__}.{name} calls {used[0]} of accelerate.utils, which goes over all "
+                    f"{dist.get_world_size()} processes, where {mesh.size('dp')} have rows of their own: take a mesh "
+                    f"of data parallelism alone, or self.accelerator.{used[0]} in a subclass of it"
+                )
 
 
 class _Gather:

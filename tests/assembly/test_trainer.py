@@ -205,6 +205,40 @@ def test_a_loop_of_accelerate_over_a_mesh_is_that_of_one_process() -> None:
     run_ranks(2, _loop_of_accelerate)
 
 
+def _mixed_in(folder: str) -> None:
+    """Over trainers of others, as trl has them."""
+    from accelerate.utils import gather
+    from transformers import Trainer
+
+    from fastpar.integrations.trainer import MeshTrainer
+
+    class Preferring(Trainer):
+        def __init__(self, model: Any, ref_model: Any = None, args: Any = None, **options: Any) -> None:
+            super().__init__(model, args, **options)
+            self.ref_model = self.accelerator.prepare_model(ref_model, evaluation_mode=True)
+
+    class Rewarding(Preferring):
+        @torch.no_grad()
+        def rewards(self, mine: Any) -> Any:
+            return gather(mine)
+
+    def mixed(kind: type, **sizes: int) -> Any:
+        options: dict[str, Any] = {"ref_model": reference, "mesh": fp.init_mesh(**sizes, device="cpu")}
+        return type("Mixed", (MeshTrainer, kind), {})(model=reference, args=_arguments(folder, 2), **options)
+
+    _quiet()
+    reference = build_model("llama", torch.float32)
+    assert mixed(Preferring, dp_shard=2).ref_model is reference
+    assert mixed(Preferring, tp=2).ref_model is reference
+    assert mixed(Rewarding, dp_shard=2).ref_model is reference
+    with pytest.raises(ValueError, match=r"Rewarding.rewards calls gather of accelerate.utils, which goes over all 2 "):
+        mixed(Rewarding, tp=2)
+
+
+def test_trainers_of_others_take_a_mesh_unless_they_gather_over_all_processes(tmp_path: Path) -> None:
+    run_ranks(2, _mixed_in, str(tmp_path))
+
+
 def test_what_the_trainer_cannot_do_is_refused(tmp_path: Path) -> None:
     run_ranks(1, _refused, str(tmp_path))
 
