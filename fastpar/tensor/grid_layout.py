@@ -180,8 +180,7 @@ class GridLayout:
     def tag(self, param: nn.Parameter) -> nn.Parameter:
         """Note the layout on the parameter, for `full_parameter`; its module knows it as well."""
         param.fastpar_layout = self  # type: ignore[attr-defined]
-        if isinstance(param, DTensor):
-            watch_views(param)
+        watch_views(param)
         return param
 
 

@@ -11,13 +11,12 @@ Inside an optimizer's step views of gradients and states are values to compute w
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement
 
 from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
 
@@ -30,7 +29,8 @@ _OPERATORS = frozenset(
     for name in ("setitem", "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "iand", "ior", "ixor")
 )
 _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
-_KNOWN: dict[int, weakref.ref[Any]] = {}  # parameters, by id
+# Shapes and placements of parameters. No references to them, with which torch would not let a model be converted.
+_SPLIT: set[tuple[torch.Size, tuple[Placement, ...]]] = set()
 
 
 class GatheredView(DTensor):
@@ -51,6 +51,12 @@ class GatheredView(DTensor):
             if any(not _is_copy(view, x) for x in args if isinstance(x, GatheredView)):
                 view.__class__ = GatheredView
         return found
+
+
+class LocalView(DTensor):
+    """A view that is no copy: it lies in the memory of what it is of, and its own views are looked at as well."""
+
+    __slots__ = ()
 
 
 def _refusal(name: str) -> RuntimeError:
@@ -83,29 +89,17 @@ def _is_copy(view: DTensor, x: DTensor) -> bool:
 
 
 def watch_views(parameter: Tensor) -> None:
-    """Refuse writes to copies of this parameter's parts, and of its gradient's."""
-    read_whole_numbers_in_steps()
-    _mark_copies()
-    key = id(parameter)
-    _KNOWN[key] = weakref.ref(parameter, lambda _: _KNOWN.pop(key, None))
+    """Refuse writes to copies of this parameter's parts, and of what is split like it: gradients, averages."""
+    if isinstance(parameter, DTensor):
+        read_whole_numbers_in_steps()
+        _mark_copies()
+        _SPLIT.add((parameter.shape, parameter._spec.placements))
 
 
-def _is_of_parameter(x: DTensor) -> bool:
-    """Whether it lies where a parameter does or, outside of steps, where a gradient does, or is split like one of them,
-    as gradients on their way and averages are."""
-    in_step = is_in_step()
-    for known in list(_KNOWN.values()):
-        parameter = known()
-        for each in (parameter, None if parameter is None or in_step else parameter.grad):
-            if isinstance(each, DTensor) and (
-                _address(each) == _address(x) != 0 or (not in_step and _are_alike(each, x))
-            ):
-                return True
-    return False
-
-
-def _are_alike(a: DTensor, b: DTensor) -> bool:
-    return a.shape == b.shape and a._spec.placements == b._spec.placements and a._spec.mesh == b._spec.mesh
+def _is_watched(x: DTensor) -> bool:
+    if is_in_step():
+        return isinstance(x, nn.Parameter)
+    return type(x) is LocalView or (x.shape, x._spec.placements) in _SPLIT
 
 
 @functools.cache
@@ -121,10 +115,10 @@ def _marking(view: Callable[..., Any]) -> Callable[..., Any]:
         found = view(self, *args, **kwargs)
         if torch.compiler.is_compiling() or isinstance(self, GatheredView):
             return found
-        copies = [x for x in _each(found) if type(x) is DTensor and _is_copy(x, self)]
-        if copies and _is_of_parameter(self):
-            for copy in copies:
-                copy.__class__ = GatheredView
+        views = [x for x in _each(found) if type(x) is DTensor and x is not self]
+        if views and _is_watched(self):
+            for x in views:
+                x.__class__ = GatheredView if _is_copy(x, self) else LocalView
         return found
 
     return marking
@@ -134,7 +128,7 @@ def _refusing(get: Callable[..., Any], put: Callable[..., Any]) -> Callable[...,
     @functools.wraps(put)
     def setting(self: Any, index: Any, value: Any) -> None:
         is_basic = all(x is None or x is ... or type(x) in (int, slice) for x in _each(index))
-        is_looked_at = is_basic and not torch.compiler.is_compiling() and _is_of_parameter(self)
+        is_looked_at = is_basic and not torch.compiler.is_compiling() and _is_watched(self)
         if is_looked_at and isinstance(get(self, index), GatheredView):
             raise _refusal("__setitem__")
         put(self, index, value)
