@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import gc
 from collections.abc import Generator
 from pathlib import Path
 from typing import TextIO
@@ -81,6 +82,16 @@ def pytest_itemcollected(item: pytest.Item) -> None:
             item.add_marker(marker)
     if item.path.name.startswith("check_"):  # in a process that some test started: see tests/triton_interpreter.py
         item.add_marker(markers.DEVICE)
+
+
+def pytest_collection() -> None:
+    gc.disable()  # next to nothing of what is made is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    gc.collect()
+    gc.freeze()  # a collection in a test would go through all modules and tests, which takes half a second
 
 
 # Last: what other plugins have deselected (-m, -k) is none of the parameters to choose among.
