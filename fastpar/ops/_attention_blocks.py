@@ -140,3 +140,10 @@ def backward(
 def _or_inf(lse: Tensor) -> Tensor:
     """lse, and inf where nothing is visible: exp(x - inf) is 0 for every x there."""
     return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse, in float32, or float64, dense."""
+    dtype = compute_dtype(out.dtype)
+    delta = (grad_out.to(dtype) * out).sum(-1)  # the product widens out, without a copy of it
+    return (delta if grad_lse is None else delta - grad_lse.to(dtype)).contiguous()

@@ -11,7 +11,7 @@ table of tiles stays on the host; what the kernels need of it is made there once
 from __future__ import annotations
 
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -66,6 +66,14 @@ def backward(
     return kernels.attention_backward(
         grad_out, q, k, v, lse, delta, tiles, tile_offsets, scale, softcap, hashed, grad_dtype or torch.float32
     )
+
+
+def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The op fastpar::attention_row_delta: one launch."""
+    kernels = _kernels(out, out)
+    if kernels is None:
+        return _attention_blocks.row_delta(grad_out, out, grad_lse)
+    return cast(Tensor, kernels.row_delta(grad_out, out, grad_lse))
 
 
 torch.library.impl("fastpar::attention_forward", "cuda", forward)

@@ -50,11 +50,15 @@ torch.library.define(
     "float scale, ScalarType grad_dtype) -> (Tensor, Tensor, Tensor)",
 )
 _backward_from_out = torch.ops.fastpar.attention_backward_from_out.default
+torch.library.define("fastpar::attention_row_delta", "(Tensor grad_out, Tensor out, Tensor? grad_lse) -> Tensor")
+torch.library.impl("fastpar::attention_row_delta", "cuda", _attention_cuda.row_delta)
+_row_delta = torch.ops.fastpar.attention_row_delta.default
 
 # ---- every device without kernels of its own -------------------------------------------------------------------------
 
 torch.library.impl("fastpar::attention_forward", "default", _attention_blocks.forward)
 torch.library.impl("fastpar::attention_backward", "default", _attention_blocks.backward)
+torch.library.impl("fastpar::attention_row_delta", "default", _attention_blocks.row_delta)
 
 
 def backward_from_out(
@@ -97,6 +101,11 @@ def _backward_from_out_fake(
     return dq, dk, dv
 
 
+@torch.library.register_fake("fastpar::attention_row_delta")
+def _row_delta_fake(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
+    return out.new_empty(out.shape[:-1], dtype=compute_dtype(out.dtype))
+
+
 # ---- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -112,10 +121,11 @@ def sink_grad(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def row_delta(grad_out: Tensor, out: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """rowsum(dout * out) - dlse, in the dtype of the computation."""
-    dtype = compute_dtype(out.dtype)
-    delta = (grad_out.to(dtype) * out).sum(-1)  # the product widens out, without a copy of it
-    return delta if grad_lse is None else delta - grad_lse.to(dtype)
+    """rowsum(dout * out) - dlse, in the dtype of the computation: an op on CUDA, plain PyTorch elsewhere."""
+    if out.device.type != "cuda":
+        return _attention_blocks.row_delta(grad_out, out, grad_lse)
+    call = _attention_cuda.row_delta if is_direct(grad_out, out, grad_lse) else _row_delta
+    return cast(Tensor, call(grad_out, out, grad_lse))
 
 
 def _rounded_gradients(dtype: torch.dtype, *operands: Any) -> tuple[Tensor, Tensor, Tensor]:

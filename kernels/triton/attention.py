@@ -13,16 +13,18 @@ call it once for every source of keys, with those of all of them.
 
 Three kernels, `attention_kernels.py`, over tables of steps, `attention_steps.py`: forward and dq own a block of
 queries, dk and dv a block of keys, for which they walk over the query heads of a group. So scores are made twice in
-backward, and nothing is added across programs.
+backward, and nothing is added across programs. A fourth has delta.
 
 Products of a visible pair and query head: forward 4 D flops; backward 14 D (dq 6 D, dk and dv 8 D) where one pass with
 atomics would have 10 D. Bytes at least, with e of an element and W = b s D of equal lengths: forward
-e (2 h_q + 2 h_k) W + 4 b h_q s; backward twice (2 h_q + 2 h_k) e W + 8 b h_q s, and 4 (h_q + 2 h_k) W written. Every
+e (2 h_q + 2 h_k) W + 4 b h_q s; backward twice (2 h_q + 2 h_k) e W + 8 b h_q s, and e (h_q + 2 h_k) W written. Every
 block of queries reads its keys and values again, from the L2 cache where that has room for those of a head.
 
 Blocks are chosen by a table, from the head dim and the dtype. Nothing spills on sm_90a and gfx942 but float32 with head
 dims above 128, and dkv as the next table has it (8 bytes a thread of head dim 64 with Triton 3.7, 256 of 128 with 3.6:
-slower without). Products of float32 are three of TF32 parts on sm_90a, and float32 on gfx942.
+slower without) and 8 bytes of dq with 3.6 under a softcap and dropout. Products of float32 are three of TF32 parts on
+sm_90a, and float32 on gfx942. Gradients of 16 bits are rounded where they are summed, stored by parts of the columns,
+with the spills of float32: stored whole, dkv spilled up to 996 bytes and dq up to 136 (Triton 3.7).
 
 Measured on an H200, Triton 3.6, bfloat16, causal, 16 heads, 4 key heads, CUDA graphs; (queries, keys, warps, stages);
 of backward dq and dkv together, with one of them changed:
@@ -49,10 +51,11 @@ from torch import Tensor
 
 from fastpar.kernels import attention_kernels as kernels
 from fastpar.kernels.attention_steps import HostTables, StepShape
-from fastpar.kernels.launch import launch, next_power_of_2
+from fastpar.kernels.launch import cdiv, launch, next_power_of_2
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 MAX_HEAD_DIM = 256
+DELTA_TILE = 4096  # elements of a program of row_delta
 _tables = HostTables()
 
 
@@ -247,6 +250,23 @@ def attention_forward(
     return out, lse
 
 
+def row_delta(dout: Tensor, out: Tensor, dlse: Tensor | None) -> Tensor:
+    """rowsum(dout * out) - dlse: float32 [b, h_q, s_q] of dout and out [b, h_q, s_q, D_v], dlse [b, h_q, s_q] or None.
+    Any strides, that of the last dim among them; nothing is copied."""
+    delta = out.new_empty(out.shape[:-1], dtype=torch.float32)
+    if delta.numel() == 0:
+        return delta
+    batch, heads, num_rows, dim = out.shape
+    block_d = max(16, next_power_of_2(dim))
+    block_m = DELTA_TILE // block_d
+    launch(
+        kernels.row_delta_kernel, (cdiv(num_rows, block_m), heads, batch), out.device, dout, out, dlse, dout.stride(),
+        out.stride(), None if dlse is None else dlse.stride(), delta, num_rows, DIM=dim, BLOCK_M=block_m,
+        BLOCK_D=block_d,
+    )  # fmt: skip
+    return delta
+
+
 def attention_backward(
     dout: Tensor,
     q: Tensor,
@@ -263,12 +283,12 @@ def attention_backward(
     *,
     config: AttentionConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) summed in float32, in grad_dtype, dense; lse and delta float32 [b, h_q, s_q]."""
-    # Not rounded by the kernels: to store 16 bits, dq of 128 spills on sm_90a (440 bytes a thread, Triton 3.7).
-    dq, dk, dv = (torch.empty(x.shape, dtype=torch.float32, device=x.device) for x in (q, k, v))
+    """(dq, dk, dv) summed in float32, rounded once to grad_dtype, that of q or float32, dense; lse and delta float32
+    [b, h_q, s_q]."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=grad_dtype, device=x.device) for x in (q, k, v))
     batch, heads, num_queries, _ = q.shape
     if dq.numel() == 0 or dk.numel() == 0 or dv.numel() == 0:
-        return tuple(x.zero_().to(grad_dtype) for x in (dq, dk, dv))  # type: ignore[return-value]
+        return dq.zero_(), dk.zero_(), dv.zero_()
     dout, q, k, v, lse, delta = _rows(dout), _rows(q), _rows(k), _rows(v), lse.contiguous(), delta.contiguous()
     head_dim = max(q.shape[-1], v.shape[-1])
     strides = (dout.stride()[:3], q.stride()[:3], k.stride()[:3], v.stride()[:3])
@@ -290,4 +310,4 @@ def attention_backward(
         delta, dk, dv, turned.blocks, turned.runs, turned.batch_stride, *sizes, *numbers,
         **_options(q, v, of_dkv, softcap, dropout.p),
     )  # fmt: skip
-    return dq.to(grad_dtype), dk.to(grad_dtype), dv.to(grad_dtype)
+    return dq, dk, dv

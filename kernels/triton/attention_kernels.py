@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from fastpar.kernels.cross_entropy_row import tanh_and_slope
+from fastpar.kernels.grouped_act_kernels import column_halves
 from fastpar.kernels.grouped_gemm_tiles import multiply
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -61,6 +62,34 @@ def store_rows(x, rows, row, limit, DIM: tl.constexpr, BLOCK: tl.constexpr):
     d = tl.arange(0, BLOCK)
     mask = (row < limit)[:, None] & (d < DIM)[None, :]
     tl.store(x + row.to(tl.int64)[:, None] * DIM + d[None, :], rows.to(x.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def store_grads(x, rows, row, limit, DIM: tl.constexpr, BLOCK: tl.constexpr):
+    """The same of gradients, those of 16 bits by parts of the columns: rows change places between threads before they
+    are stored, and whole ones spill. Of 128 columns halves take fewest registers, of others quarters."""
+    if x.dtype.element_ty == tl.float32:
+        store_rows(x, rows, row, limit, DIM, BLOCK)
+    else:
+        left, right = column_halves(rows)
+        if BLOCK == 128:
+            store_columns(x, left, row, limit, 0, DIM)
+            store_columns(x, right, row, limit, 64, DIM)
+        else:
+            first, second = column_halves(left)
+            third, fourth = column_halves(right)
+            store_columns(x, first, row, limit, 0, DIM)
+            store_columns(x, second, row, limit, BLOCK // 4, DIM)
+            store_columns(x, third, row, limit, BLOCK // 2, DIM)
+            store_columns(x, fourth, row, limit, 3 * (BLOCK // 4), DIM)
+
+
+@triton.jit
+def store_columns(x, columns, row, limit, FIRST: tl.constexpr, DIM: tl.constexpr):
+    """Into x from column FIRST on."""
+    d = FIRST + tl.arange(0, columns.shape[1])
+    mask = (row < limit)[:, None] & (d < DIM)[None, :]
+    tl.store(x + row.to(tl.int64)[:, None] * DIM + d[None, :], columns.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -232,6 +261,31 @@ def attention_forward_kernel(
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def row_delta_kernel(
+    dout, out, dlse, dout_strides, out_strides, dlse_strides, delta, num_rows, DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """delta = rowsum(dout * out) - dlse of BLOCK_M rows of one head; programs (rows, head, batch row).
+
+    dout [[1, 2]], out [[3, 4]], dlse [5]: delta [6].
+    """
+    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D).to(tl.int64)
+    is_row = row < num_rows
+    inside = is_row[:, None] & (d < DIM)[None, :]
+    dout += batch * dout_strides[0] + head * dout_strides[1]
+    out += batch * out_strides[0] + head * out_strides[1]
+    grad = tl.load(dout + (row[:, None] * dout_strides[2] + d[None, :] * dout_strides[3]), mask=inside, other=0.0)
+    value = tl.load(out + (row[:, None] * out_strides[2] + d[None, :] * out_strides[3]), mask=inside, other=0.0)
+    total = tl.sum(grad.to(tl.float32) * value.to(tl.float32), 1)
+    if dlse is not None:
+        at = dlse + (batch * dlse_strides[0] + head * dlse_strides[1] + row * dlse_strides[2])
+        total -= tl.load(at, mask=is_row, other=0.0).to(tl.float32)
+    tl.store(delta + (batch * tl.num_programs(1) + head) * num_rows + row, total, mask=is_row)
+
+
 @triton.jit
 def score_grad(x, lse, dp, delta, visible, alive, scores, MASKED: tl.constexpr, SOFTCAP: tl.constexpr):
     """(P, dS) of the algebra in attention.py, of blocks either way round; lse and delta are broadcast.
@@ -314,7 +368,7 @@ def attention_dq_kernel(
             acc, q_block, dout_block, keys, values, row_lse, row_delta, row, load_run(runs, number), scores, dropout,
             query_hash, num_keys, HEAD_DIM, VALUE_DIM, BLOCK_D, BLOCK_DV, BLOCK_N, True, SOFTCAP, DROPOUT, PRECISION,
         )  # fmt: skip
-    store_rows(dq + place * HEAD_DIM, acc * scale, row, num_queries, HEAD_DIM, BLOCK_D)
+    store_grads(dq + place * HEAD_DIM, acc * scale, row, num_queries, HEAD_DIM, BLOCK_D)
 
 
 @triton.jit
@@ -384,5 +438,5 @@ def attention_dkv_kernel(
             )  # fmt: skip
     dk_block, dv_block = state
     place = (batch * tl.num_programs(1) + key_head).to(tl.int64) * num_keys
-    store_rows(dk + place * HEAD_DIM, dk_block * scale, column, num_keys, HEAD_DIM, BLOCK_D)
-    store_rows(dv + place * VALUE_DIM, dv_block, column, num_keys, VALUE_DIM, BLOCK_DV)
+    store_grads(dk + place * HEAD_DIM, dk_block * scale, column, num_keys, HEAD_DIM, BLOCK_D)
+    store_grads(dv + place * VALUE_DIM, dv_block, column, num_keys, VALUE_DIM, BLOCK_DV)

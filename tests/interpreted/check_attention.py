@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import attention
 from fastpar.kernels.attention import AttentionConfig, DropoutHash
@@ -18,6 +19,18 @@ from tests.ops.attention_triton_cases import TABLES, AttentionCase, case, expect
 
 NONE = DropoutHash()
 SMALL = AttentionConfig(16, 16, 4, 1)
+
+
+class TorchOps(TorchDispatchMode):
+    """The names of torch's ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 def run(
@@ -109,6 +122,48 @@ def test_float16_is_rounded_once_where_it_is_stored() -> None:
     narrow, wide = run(c, 0.3, out_dtype=torch.float16)[0], run(c, 0.3)[0]
     assert narrow.dtype == torch.float16
     assert torch.equal(narrow, wide.half())
+
+
+def test_gradients_are_rounded_by_the_kernels_that_sum_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward is three launches with delta, and torch does nothing but allocate."""
+    c = case("causal", heads=(1, 1), dims=(72, 20), dtype=torch.float16)  # by halves of 128 columns, and quarters of 32
+    out, lse = run(c, 0.3)[:2]
+
+    def backward(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        delta = attention.row_delta(c.dout, out, None)
+        operands = (c.dout, c.q, c.k, c.v, lse, delta, c.tiles, None)
+        return attention.attention_backward(*operands, 0.3, 0.0, NONE, dtype, config=SMALL)
+
+    narrow, wide = backward(torch.float16), backward(torch.float32)
+    assert all(torch.equal(a, b.half()) for a, b in zip(narrow, wide, strict=True))
+    launched: list[str] = []
+    monkeypatch.setattr(attention, "launch", lambda kernel, *rest, **options: launched.append(kernel.__name__))
+    with TorchOps() as ops:
+        backward(torch.float16)
+    assert launched == ["row_delta_kernel", "attention_dq_kernel", "attention_dkv_kernel"]
+    assert {name.split(".")[1] for name in ops.names} <= {"new_empty", "empty", "detach"}
+
+
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 1), (torch.float16, 24), (torch.bfloat16, 200)], ids=str)
+def test_delta_is_that_of_float64_whatever_the_strides(dtype: torch.dtype, dim: int) -> None:
+    shape = (2, 2, 19, dim)
+    out, dlse = torch.randn(shape).to(dtype), torch.randn(2, 19, 2).transpose(1, 2)
+    for dout, given in (
+        (torch.randn(shape).to(dtype), None),
+        (torch.randn(2, 19, 2, 2 * dim).to(dtype).transpose(1, 2)[..., ::2], dlse),
+        (torch.full((), 0.7).to(dtype).expand(shape), torch.tensor(2.0, dtype=torch.float64).expand(2, 2, 19)),
+        (torch.randn(shape), dlse.half()),
+    ):
+        found = attention.row_delta(dout, out, given)
+        assert (found.dtype, found.is_contiguous()) == (torch.float32, True)
+        wanted = (dout.double() * out.double()).sum(-1) - (0.0 if given is None else given.double())
+        torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=2e-5)
+    assert attention.row_delta(out[:, :, :0], out[:, :, :0], None).shape == (2, 2, 0)
+
+
+def test_the_worked_example_of_delta() -> None:
+    dout, out = torch.tensor([[[[1.0, 2.0]]]]), torch.tensor([[[[3.0, 4.0]]]])
+    assert attention.row_delta(dout, out, torch.tensor([[[5.0]]])).tolist() == [[[6.0]]]
 
 
 def test_gradients_in_float32_of_16_bit_inputs_are_taken() -> None:

@@ -248,6 +248,9 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.fastpar.attention_backward.default, (out, q, k, v, lse, lse, *arguments[3:]))
     from_out = (out, q, k, v, out, lse, table.table, table.offsets, 0.3, torch.float32)
     torch.library.opcheck(torch.ops.fastpar.attention_backward_from_out.default, from_out)
+    turned = out.transpose(1, 2).contiguous().transpose(1, 2)
+    torch.library.opcheck(torch.ops.fastpar.attention_row_delta.default, (turned, out, lse))
+    torch.library.opcheck(torch.ops.fastpar.attention_row_delta.default, (turned, turned, None))
 
 
 @pytest.mark.expensive

@@ -168,7 +168,7 @@ target = each_target()
 def compiled(
     target: Target, monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], dtype: torch.dtype, softcap: float, p: float
 ) -> dict[str, dict[str, Any]]:
-    """What the compiler reports of the three kernels, by name."""
+    """What the compiler reports of forward's and backward's kernels, by name."""
     found: dict[str, dict[str, Any]] = {}
     configure = attention.configuration
 
@@ -184,7 +184,7 @@ def compiled(
     k, v = (torch.zeros(1, 2, 256, dim, dtype=dtype) for dim in dims)
     lse, tiles, hashed = torch.zeros(1, 4, 256), table([(0, 256, 0, 256, -255, 0)]), attention.DropoutHash(p, 1)
     attention.attention_forward(q, k, v, tiles, None, 0.1, softcap, hashed, dtype)
-    attention.attention_backward(dout, q, k, v, lse, lse, tiles, None, 0.1, softcap, hashed)
+    attention.attention_backward(dout, q, k, v, lse, lse, tiles, None, 0.1, softcap, hashed, dtype)
     assert len(found) == 3
     return found
 
@@ -211,6 +211,19 @@ def test_kernels_compile_without_spills_and_with_tensor_cores(
     check(found, target, "wgmma.mma_async")
     for name, report in found.items():
         assert report["wide_loads"] > 0 or "cp.async" in report["ptx"], name
+
+
+def test_delta_is_read_16_bytes_at_a_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+
+    def launch(kernel: Any, programs: Any, device: torch.device, *arguments: Any, **options: Any) -> None:
+        found.append(compile_launch(kernel, target, programs, arguments, options))
+
+    monkeypatch.setattr(attention, "launch", launch)
+    out = torch.zeros(1, 4, 256, 128, dtype=torch.bfloat16)
+    attention.row_delta(out.transpose(1, 2).contiguous().transpose(1, 2), out, torch.zeros(1, 4, 256))
+    assert found[0]["spills"] == 0
+    assert found[0]["wide_loads"] >= 2
 
 
 @pytest.mark.slow
