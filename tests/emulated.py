@@ -117,12 +117,12 @@ def pytest_command(path: Path, *arguments: str) -> list[str]:
 
 @needs("device")
 @functools.cache
-def outcomes(path: Path) -> dict[str, tuple[str, str]]:
-    """Name -> (passed | failed | skipped, text) of the tests in `path`, run in one process."""
+def outcomes(path: Path, markers: str) -> dict[str, tuple[str, str]]:
+    """Name -> (passed | failed | skipped, text) of the tests in `path` with these markers, run in one process."""
     build()
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = pytest_command(path, f"--junitxml={report}", "--tb=short")
+        command = pytest_command(path, f"--junitxml={report}", "--tb=short", "-m", markers)
         result = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
         if not report.exists():  # the process died: a sanitizer ended it
             text = "\n".join((result.stdout + result.stderr).splitlines()[-120:])
@@ -150,8 +150,10 @@ def emulated(test: Callable[..., None]) -> Callable[..., None]:
         reason = reason_to_skip()
         if reason is not None:
             pytest.skip(reason)
-        found = outcomes(path)
+        found = outcomes(path, "not slow")
         name = os.environ["PYTEST_CURRENT_TEST"].split("::")[-1].rpartition(" (")[0]
+        if name not in found and "" not in found:
+            found = outcomes(path, "slow")
         verdict, text = found.get(name) or found.get("") or ("failed", f"no test {name} in the emulated process")
         if verdict == "skipped":
             pytest.skip(text)
