@@ -248,9 +248,9 @@ def tile_of(hidden: int, max_block: int) -> tuple[int, int, int]:
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, eps: float, weight_offset: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, x + residual or an empty tensor, rstd [rows]): the ops fastpar::rms_norm and fastpar::add_rms_norm."""
+    """(out, x + residual or x, rstd [rows]): the ops fastpar::rms_norm and fastpar::add_rms_norm."""
     compute, hidden, rows = compute_dtype(x.dtype), x.shape[-1], x.shape[:-1].numel()
-    out, summed = x.new_empty(x.shape), x.new_empty((0,) if residual is None else x.shape)
+    out, summed = x.new_empty(x.shape), x if residual is None else x.new_empty(x.shape)
     rstd = x.new_empty((rows,), dtype=compute)
     if rows == 0:
         return out, summed, rstd
@@ -309,8 +309,9 @@ def backward(
     is_long = hidden > block
     num_programs = min(num_programs, cdiv(rows, tile_rows))
     options: dict[str, Any] = {"BLOCK": block, "num_warps": num_warps, **({} if is_long else {"ROWS": tile_rows})}
-    make = rstd.new_zeros if is_long else rstd.new_empty
-    shares = make((num_programs if needs_grad_weight else 0, hidden))
+    shares = rstd  # for want of any
+    if needs_grad_weight:
+        shares = (rstd.new_zeros if is_long else rstd.new_empty)((num_programs, hidden))
     kernel = rms_norm_backward_long_kernel if is_long else rms_norm_backward_kernel
     launch(
         kernel,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fastpar.kernels import rms_norm as kernels
 from fastpar.kernels.rows import as_rows
@@ -81,6 +84,30 @@ def test_no_weight_a_weight_of_another_dtype_and_strided_rows() -> None:
     check(x, None, None, 0.0, num_programs=3)
     check(x, x.contiguous(), torch.randn(40), 0.0, num_programs=3)
     check(torch.randn(40, 6).T, None, torch.randn(40), 0.0, num_programs=3)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts torch's ops that make memory."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "new_" in str(func) or "empty" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("hidden", [40, 20000])
+def test_only_what_a_call_needs_is_allocated(hidden: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "launch", lambda *arguments, **options: None)
+    x, weight = torch.ones(3, hidden), torch.ones(hidden)
+    for residual, number in ((None, 2), (x, 3)):
+        with Allocations() as forward:
+            _, _, rstd = kernels.forward(x, residual, weight, EPS, 0.0)
+        assert forward.count == number
+    for needs, number in (((True, True), 3), ((True, False), 2), ((False, True), 3)):
+        with Allocations() as backward:
+            kernels.backward(x, None, x, rstd, weight, 0.0, *needs, 2)
+        assert backward.count == number
 
 
 def test_no_rows_leave_a_zero_weight_gradient() -> None:
