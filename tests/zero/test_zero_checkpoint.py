@@ -75,7 +75,7 @@ SAVED = [(0, 2), (1, 3), (2, 4), (3, 2)]
 
 @pytest.mark.parametrize(
     ("stage", "size", "precision"),
-    # Masters are whole in stage 0, and parts in the others, which float32 shows to be alike.
+    # What bfloat16 adds to a checkpoint are masters, which two of the stages show.
     [
         *((*saved, "fp32") for saved in SAVED),
         *(pytest.param(*saved, "bf16", marks=[pytest.mark.slow] if saved[0] in (0, 2) else []) for saved in SAVED),
