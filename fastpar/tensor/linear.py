@@ -77,7 +77,10 @@ class _ShardedLinear(ParallelModule):
 
     def sharded_operands(self) -> tuple[Any, Any] | None:
         """Weight and bias as the DTensors that they are, for `apply(sharded=True)`; None: unwrap them (`_local`)."""
-        weight, bias = self._parameters["weight"], self._parameters["bias"]
+        try:
+            weight, bias = self._parameters["weight"], self._parameters["bias"]
+        except KeyError:
+            return None  # `_local` says what has become of it
         if not self._takes_shards or type(weight) is not DTensor or len(weight._spec.placements) > 1:
             return None
         return (weight, bias) if bias is None or bias.dtype is weight.dtype else None

@@ -398,6 +398,11 @@ class ParallelModule(nn.Module):
         self.register_parameter(name, None if full is None else (make or make_parameter)(full, layout))
 
     def _local(self, name: str, *, sum_grad: bool = False) -> Tensor | None:
+        if name not in self._parameters:
+            raise RuntimeError(
+                f"{type(self).__name__} has no parameter {name!r} any more: parametrizations, weight_norm and "
+                "pruning put it elsewhere. Apply them before fastpar.parallelize, or between unparallelize and it"
+            )
         param = self._parameters[name]
         return None if param is None else unwrap(param, self._layouts[name], sum_grad=sum_grad)
 

@@ -484,6 +484,20 @@ def test_hooks_on_logits_and_around_a_head_read_and_change_the_gradient_of_one_p
     run_ranks(2, _gradients_of_logits)
 
 
+def _normed() -> None:
+    weight_norm = nn.utils.parametrizations.weight_norm
+    model = Model().double()
+    for path in ("blocks.0.mlp.up", "blocks.0.mlp.down", "embed", "head"):
+        parallel = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, BLOCKS | ENDS)
+        weight_norm(parallel.get_submodule(path))
+        with pytest.raises(RuntimeError, match=r"no parameter 'weight' any more: .* Apply them before fastpar.parall"):
+            parallel(ids())
+
+
+def test_weight_norm_of_split_layers_is_refused() -> None:
+    run_ranks(2, _normed)
+
+
 def _encoder() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(HIDDEN, 2, 2 * HIDDEN, 0.0, batch_first=True)
