@@ -259,8 +259,8 @@ ZERO = _of(
     "zero",
     (
         "optimizers read this rank's term of a number",
-        "    return op(args[0].full_tensor())\n",
-        "    return op(args[0].to_local())\n",
+        "return op(args[0].full_tensor() if is_on() else args[0]._local_tensor)",
+        "return op(args[0]._local_tensor)",
         "test_zero_training.py numbers_that",
     ),
     (

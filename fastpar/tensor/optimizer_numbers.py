@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -28,15 +29,13 @@ from torch.optim.optimizer import (
 _NUMBER_OF = torch.ops.aten._local_scalar_dense.default
 
 
-def _read_whole(op: Any, args: Any, kwargs: Any) -> Any:
-    return op(args[0].full_tensor())
-
-
-def _begin_reading_whole() -> Callable[[], None]:
+def _begin_reading_whole(is_on: Callable[[], bool] = lambda: True) -> Callable[[], None]:
     """Starts it, and returns what ends it. No dispatch mode, in which nothing compiles."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers  # as torch's loss_parallel adds to them
     before = handlers.get(_NUMBER_OF)
-    handlers[_NUMBER_OF] = _read_whole
+
+    def read(op: Any, args: Any, kwargs: Any) -> Any:
+        return op(args[0].full_tensor() if is_on() else args[0]._local_tensor)
 
     def end() -> None:
         if before is None:
@@ -44,6 +43,7 @@ def _begin_reading_whole() -> Callable[[], None]:
         else:
             handlers[_NUMBER_OF] = before
 
+    handlers[_NUMBER_OF] = read
     return end
 
 
@@ -60,36 +60,39 @@ def reading_whole() -> Iterator[None]:
 
 class _WholeNumbersInSteps:
     """Hooks of every optimizer of the process. The outermost step, known by its frame, reads whole numbers from its
-    begin to its end, whatever steps it takes inside. torch calls no hook after a step that raises: its frame is left
-    then, which the next step finds out."""
+    begin to its end, whatever steps it takes inside. torch calls no hook after a step that raises: whoever asks next
+    finds that its frame does not run."""
 
     def __init__(self) -> None:
         self._frame: FrameType | None = None
+        self._thread = 0
         self._end: Callable[[], None] | None = None
 
-    @property
-    def is_on(self) -> bool:
-        return self._end is not None
-
     def begin(self, optimizer: Any, *_: Any) -> None:
-        if torch.compiler.is_compiling() or not _has_dtensors(optimizer):
+        if torch.compiler.is_compiling() or not _has_dtensors(optimizer) or self.is_on():
             return
-        caller = sys._getframe(1)
-        if self._end is not None:
-            if self._is_running(caller):
-                return
-            self._end()
-        self._frame, self._end = caller, _begin_reading_whole()
+        self._frame, self._thread = sys._getframe(1), threading.get_ident()
+        self._end = _begin_reading_whole(self.is_on)
 
     def end(self, *_: Any) -> None:
         if self._end is not None and sys._getframe(1) is self._frame:
-            self._end()
-            self._frame = self._end = None
+            self._leave()
 
-    def _is_running(self, frame: FrameType | None) -> bool:
-        while frame is not None and frame is not self._frame:
-            frame = frame.f_back
-        return frame is not None
+    def is_on(self) -> bool:
+        if self._end is None:
+            return False
+        if self._thread == threading.get_ident():  # others, of backward passes in a step, have other frames
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None and frame is not self._frame:
+                frame = frame.f_back
+            if frame is None:
+                self._leave()
+        return self._end is not None
+
+    def _leave(self) -> None:
+        assert self._end is not None
+        self._end()
+        self._frame = self._end = None
 
 
 def _has_dtensors(optimizer: Any) -> bool:
@@ -100,8 +103,8 @@ _HOOKS = _WholeNumbersInSteps()
 
 
 def is_in_step() -> bool:
-    """Whether an optimizer with DTensors steps, of which a step that has raised is the last until the next one."""
-    return _HOOKS.is_on
+    """Whether an optimizer with DTensors steps."""
+    return _HOOKS.is_on()
 
 
 @functools.cache
