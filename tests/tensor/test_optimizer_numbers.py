@@ -111,7 +111,7 @@ def test_a_step_that_reads_numbers_is_that_of_one_process(name: str) -> None:
 
 
 def read_around_steps() -> list[bool]:
-    """Whether what a rank reads is the whole's: before steps, in one that raises and after it, in the next and after."""
+    """Whether what a rank reads is the whole's: before steps, in one that raises, after it, in the next, after."""
     net = fp.parallelize(build(), dist.group.WORLD, PLAN)
     weight = net.mlp["up"].weight.detach()
     found = []
