@@ -50,7 +50,13 @@ class ValueOfParameter(Tensor):
 
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
-        self._parameter.grad = value if value is None or isinstance(value, DTensor) else self._as_dtensor(value)
+        if value is not None and not isinstance(value, DTensor):
+            if value.shape != self.shape:  # of a DTensor torch sees the shape that it is said to have
+                raise RuntimeError(
+                    f"a gradient must be {tuple(self.shape)}, as its parameter, not {tuple(value.shape)}"
+                )
+            value = self._as_dtensor(value)
+        self._parameter.grad = value
 
     @property
     def requires_grad(self) -> bool:

@@ -162,6 +162,8 @@ def train_by_attribute(net: nn.Module) -> dict[str, Tensor]:
         net.norm.weight.grad = net.norm.weight.grad * 0.5
         net.norm.weight.grad.clamp_(-0.01, 0.01)
 
+    with pytest.raises(RuntimeError):
+        net.norm.weight.grad = torch.ones(5, dtype=torch.float64)
     net.norm.weight.requires_grad_(False)
     assert not net.norm.weight.requires_grad
     step()
