@@ -10,6 +10,7 @@ Inside an optimizer's step views of gradients and states are values to compute w
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -33,7 +34,23 @@ _NO_WRITES = frozenset({"requires_grad_", "detach_", "share_memory_"})
 _SPLIT: set[tuple[torch.Size, tuple[Placement, ...]]] = set()
 
 
-class GatheredView(DTensor):
+class MarkedView(DTensor):
+    """Copied and saved as a plain DTensor."""
+
+    __slots__ = ()
+
+    def _plain(self) -> Tensor:
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.detach()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return super().__deepcopy__(memo) if self.grad_fn is not None else copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+class GatheredView(MarkedView):
     """Such a copy. What is computed of it is a plain DTensor again; a view of it is one of these."""
 
     __slots__ = ()
@@ -53,7 +70,7 @@ class GatheredView(DTensor):
         return found
 
 
-class LocalView(DTensor):
+class LocalView(MarkedView):
     """A view that is no copy: it lies in the memory of what it is of, and its own views are looked at as well."""
 
     __slots__ = ()

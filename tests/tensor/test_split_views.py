@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -121,8 +122,9 @@ def read() -> list[bool]:
         torch.equal(part.full_tensor(), expected),
         torch.allclose(grad, whole.up.weight.grad),
         type(part * 2).__name__ == "DTensor",
+        torch.equal(copy.deepcopy(net.up.weight.detach().view(-1)).full_tensor(), whole.up.weight.detach().view(-1)),
     ]
 
 
 def test_parts_are_read_as_ever() -> None:
-    assert run_ranks(2, read) == [[True] * 4] * 2
+    assert run_ranks(2, read) == [[True] * 5] * 2
