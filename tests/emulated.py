@@ -36,9 +36,12 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = ROOT / "build" / "emulation"
 IS_INSIDE = os.environ.get("FASTPAR_EMULATED_TESTS") == "1"
 CXX = os.environ.get("CXX", "g++")
+# The sanitizers' checks are calls, and fewer, as in _build/native.py: in place they take a third longer to compile.
+# With -O0 the tests take longer by what compiling takes less.
 FLAGS = (
     "-std=c++17 -O1 -g1 -fPIC -fvisibility=hidden -fno-omit-frame-pointer -Wall -Wextra -Wno-unused-parameter "
-    "-fsanitize=address,undefined -fno-sanitize-recover=all"
+    "-fsanitize=address,undefined -fno-sanitize-recover=all -fno-sanitize=null,object-size,vptr "
+    "--param asan-instrumentation-with-call-threshold=0"
 )
 
 

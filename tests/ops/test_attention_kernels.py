@@ -218,11 +218,11 @@ def test_results_do_not_depend_on_how_tiles_are_cut(capability: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bits_do_not_depend_on_the_number_of_threads(capability: str, dtype: torch.dtype) -> None:
-    call = Call(400, 400, heads=(4, 2), dropout=0.1)
+    call = Call(270, 270, heads=(4, 2), dropout=0.1)
     inputs = call.inputs(dtype)
     before, found = torch.get_num_threads(), []
     try:
-        for threads in (1, 2, 3, 5):
+        for threads in (1, 3, 5):
             torch.set_num_threads(threads)
             found.append(computed(call, *inputs))
     finally:
