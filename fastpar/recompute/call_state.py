@@ -10,8 +10,9 @@ before; the second run gets those values, and afterwards all of them are again w
     changed = watch.end()
     with changed.restored(): ...        # the second
 
-An attribute is noted by its object; lists, dicts and sets that are attributes also by their items. Tensors may be
-written in place, and take a copy: small ones at every call, others at the first and once a call has changed them.
+An attribute is noted by its object; lists, dicts, sets and deques that are attributes, or in such ones, also by their
+items. Tensors may be written in place, and take a copy: small ones at every call, others at the first and once a call
+has changed them.
 
 Python's and numpy's generators, from which some layers draw whether to skip themselves, take 0.1 ms to save, so they
 are looked at in the first call of a layer and every thousandth, and saved for layers that were seen to draw. What else
@@ -32,6 +33,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
+
+from fastpar.contracts.containers import containers_in, items_of, put_back
 
 SMALL_TENSOR = 1 << 16  # bytes; up to here a buffer is copied at every call
 CHECKED_EVERY = 1000  # calls of a layer between two whose second run is compared with the first
@@ -80,15 +83,14 @@ class _Items(NamedTuple):
         container, items = self
         if len(container) != len(items):
             return True
-        if type(container) is dict:
+        if isinstance(container, dict):
             return any(container.get(key, _ABSENT) is not value for key, value in items.items())
-        if type(container) is set:
+        if isinstance(container, set):
             return bool(container != items)
         return any(a is not b for a, b in zip(container, items, strict=True))
 
     def put_back(self) -> None:
-        self.container.clear()
-        (self.container.extend if type(self.container) is list else self.container.update)(self.items)
+        put_back(self.container, self.items)
 
 
 class _Written(NamedTuple):
@@ -131,7 +133,7 @@ class _Before(NamedTuple):
     def of(module: nn.Module) -> _Before:
         values = vars(module)
         attributes = {name: values[name] for name in values.keys() - _OF_MODULES}
-        containers = [_Items(x, type(x)(x)) for x in attributes.values() if type(x) in (list, dict, set)]
+        containers = [_Items(x, items_of(x)) for x in containers_in(attributes.values())]
         return _Before(module, attributes, dict(module._buffers), containers)
 
     def put_back(self) -> None:

@@ -1,5 +1,6 @@
 """Recomputed layers: the same gradients bit for bit, one run more and no second one, whatever a model does."""
 
+import collections
 import contextlib
 import copy
 import gc
@@ -540,6 +541,8 @@ class Keeping(nn.Module):
         self.register_buffer("mean", torch.zeros(width))
         self.register_buffer("large", torch.zeros(1 << 15))
         self.calls, self.last, self.seen = 0, torch.zeros(width), [0.0]
+        self.recent, self.counts = collections.deque([0.0], maxlen=2), collections.Counter(calls=1)
+        self.nested = {"per head": [[0.0]]}
         if what == "power iteration":
             self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
 
@@ -565,6 +568,15 @@ class Keeping(nn.Module):
         if self.what == "list":
             self.seen.append(float(h.detach().mean()))
             return x + h * sum(self.seen)
+        if self.what == "deque":
+            self.recent.append(float(h.detach().mean()))
+            return x + h * sum(self.recent)
+        if self.what == "counter":
+            self.counts["calls"] += 1
+            return x + h * self.counts["calls"]
+        if self.what == "nested list":
+            self.nested["per head"][0].append(float(h.detach().mean()))
+            return x + h * sum(self.nested["per head"][0])
         if self.what == "python's generator":
             return x + h * random.random()
         if self.what == "numpy's generator":
@@ -573,12 +585,13 @@ class Keeping(nn.Module):
         return x + h.tanh()
 
     def state(self) -> list[Any]:
-        held = [self.calls, self.last.tolist(), list(self.seen)]
+        held = [self.calls, self.last.tolist(), list(self.seen), list(self.recent), dict(self.counts)]
+        held.append(copy.deepcopy(self.nested))
         return [*held, *(buffer.tolist() for buffer in self.buffers()), random.getstate(), np.random.rand()]  # noqa: NPY002
 
 
 KEPT = ["batch norm", "buffer", "buffer bound anew", "large buffer", "attribute", "tensor", "list"]
-KEPT += ["python's generator", "numpy's generator", "power iteration"]
+KEPT += ["deque", "counter", "nested list", "python's generator", "numpy's generator", "power iteration"]
 
 
 @pytest.mark.parametrize("policy", [Full(), Selective(), Segments(2), ConstantMemory()], ids=lambda p: type(p).__name__)
