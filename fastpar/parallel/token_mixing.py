@@ -29,7 +29,6 @@ from fastpar.parallel.context_parallel import connect
 from fastpar.parallel.guards.positions import as_it_was
 from fastpar.parallel.styles import AttentionStyle
 from fastpar.tensor import LayoutDropout
-from fastpar.tensor.rehearsal import attributes_as_they_were
 
 _log = logging.getLogger("fastpar.parallelize")
 _ROWS, _TOKENS = 2, 11
@@ -133,7 +132,7 @@ def _undisturbed(model: nn.Module, training: bool) -> Iterator[Callable[[], None
     """A mode without gradients, warnings or masks of dropout; generators, buffers and states as before afterwards,
     and whenever what this yields is called."""
     modes = {module: module.training for module in model.modules()}
-    with torch.no_grad(), attributes_as_they_were(model), as_it_was(model) as rewind, warnings.catch_warnings():
+    with torch.no_grad(), as_it_was(model) as rewind, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for module in modes:
             module.training = training and not isinstance(module, nn.modules.dropout._DropoutNd | LayoutDropout)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fastpar.contracts.containers import CONTAINERS, containers_in, items_of, put_back
+
 _STATES = frozenset(vars(nn.Module()))  # of modules themselves, not of their code
 
 
@@ -44,24 +46,49 @@ def own_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def attributes_as_they_were(model: nn.Module) -> Iterator[None]:
-    """Undo what code has done to tensors that modules hold, and to lists and dicts of them. Other attributes, such as
-    a mark that hooks are installed, are left: what they say may have happened."""
-    before = [(module, own_attributes(module)) for module in model.modules()]
-    contents = {id(v): (v, v.copy()) for _, own in before for v in own.values() if isinstance(v, list | dict)}
+def attributes_as_they_were(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Undo what code has done to the plain data and tensors that modules hold, and to containers of them; yields what
+    does so at once.
+
+    Where it has put modules, parameters, buffers or hooks somewhere, data without tensors is left: a mark that hooks
+    are installed says what has happened.
+    """
+    before = [(module, own_attributes(module), _structure(module)) for module in model.modules()]
+    held = containers_in(value for _, own, _ in before for value in own.values())
+    contents = [(container, items_of(container)) for container in held]
+
+    def rewind() -> None:
+        is_same = all(_structure(module) == structure for module, _, structure in before)
+        for module, own, _ in before:
+            now = own_attributes(module)
+            for key in now.keys() | own.keys() if is_same else now.keys():
+                is_undone = isinstance(now.get(key), Tensor) or (is_same and _is_data(now.get(key), own.get(key)))
+                if not is_undone or (key in now and key in own and now[key] is own[key]):
+                    continue
+                module.__dict__.pop(key, None)
+                if key in own:
+                    module.__dict__[key] = own[key]
+        for container, items in contents:
+            if is_same or _has_tensors(container):
+                put_back(container, items)
+
     try:
-        yield
+        yield rewind
     finally:
-        for module, own in before:
-            for key, value in own_attributes(module).items():
-                if isinstance(value, Tensor) and own.get(key) is not value:
-                    del module.__dict__[key]
-                    if key in own:
-                        module.__dict__[key] = own[key]
-        for container, content in contents.values():
-            if _has_tensors(container):
-                container.clear()
-                container.extend(content) if isinstance(container, list) else container.update(content)
+        rewind()
+
+
+def _is_data(*values: Any) -> bool:
+    """Whether one of an attribute's values, before and after, is a number, a text, nothing or a container."""
+    plain = (bool, int, float, complex, str, tuple, *CONTAINERS)
+    return any(value is None or isinstance(value, plain) for value in values)
+
+
+def _structure(module: nn.Module) -> list[tuple[str, ...]]:
+    """The keys of modules, tensors and hooks."""
+    return [
+        tuple(map(str, value)) for name, value in vars(module).items() if name in _STATES and isinstance(value, dict)
+    ]
 
 
 def _has_tensors(container: Any) -> bool:

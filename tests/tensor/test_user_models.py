@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import types
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,26 @@ class KeepsLoss(MLP):
         return h
 
 
+class Counts(MLP):
+    """Numbers, and containers of them, that decide on the next call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.is_odd, self.scale, self.seen = 0, False, 1.0, [0]
+        self.recent, self.counts, self.nested = deque([0], maxlen=2), Counter({"calls": 0}), {"of": [0]}
+
+    def middle(self, h: Tensor) -> Tensor:
+        self.calls, self.is_odd, self.scale = self.calls + 1, not self.is_odd, 0.9 * self.scale
+        self.seen, self.counts["calls"] = [*self.seen, self.calls], self.counts["calls"] + 1
+        self.recent.append(self.calls)
+        self.nested["of"].append(self.calls)
+        return F.gelu(h * self.scale) * len(self.nested["of"]) + self.is_odd
+
+    def state(self) -> list[Any]:
+        numbers = [self.calls, self.is_odd, self.scale, self.seen]
+        return copy.deepcopy([*numbers, list(self.recent), dict(self.counts), self.nested])
+
+
 class Block(nn.Module):
     def __init__(self, mlp: Callable[[], nn.Module] = MLP):
         super().__init__()
@@ -107,6 +128,19 @@ class KeepsBetween(Model):
     def between(self, x: Tensor) -> Tensor:
         self.losses.append(x.square().mean())
         return x
+
+
+class CountsSteps(Model):
+    def __init__(self) -> None:
+        super().__init__(Counts)
+        self.temperature, self.steps = nn.Parameter(torch.ones(())), 0
+
+    def between(self, x: Tensor) -> Tensor:
+        self.steps += 1
+        return x * self.temperature / self.steps
+
+    def state(self) -> list[Any]:
+        return [self.steps, *(block.mlp.state() for block in self.blocks)]
 
 
 def share(model: Model, name: str) -> Model:
@@ -222,6 +256,21 @@ def _hooks() -> None:
 
 def test_hooks_on_split_layers_are_tried_and_trials_leave_states_alone() -> None:
     run_ranks(2, _hooks)
+
+
+def _counted() -> None:
+    for plan in ("auto", BLOCKS):
+        for sequence in (False, True):
+            whole = CountsSteps().double()
+            parallel: Any = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD, plan, sequence_parallel=sequence)
+            assert parallel.state() == whole.state()
+            for _ in range(2):
+                torch.testing.assert_close(cross_entropy(parallel), cross_entropy(whole), rtol=1e-9, atol=1e-9)
+                assert parallel.state() == whole.state()
+
+
+def test_numbers_that_modules_keep_go_on_as_in_one_process() -> None:
+    run_ranks(2, _counted)
 
 
 # ---- code between the layers, under sequence parallelism

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
+from fastpar.tensor.rehearsal import attributes_as_they_were
 from fastpar.tensor.sequence import SequenceRegion, map_hidden, map_output
 
 _log = logging.getLogger("fastpar")
@@ -200,14 +201,16 @@ def _replaced(layer: nn.Module, name: str, output: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_it_was(layer: nn.Module) -> Iterator[Callable[[], None]]:
-    """Leave generators and buffers (running means, counts of tokens) as they are; yields what sets them back."""
+    """Leave generators, buffers (running means, counts of tokens) and modules' attributes as they are; yields what sets
+    them back."""
     buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     devices = sorted({b.device.index or 0 for b in layer.parameters() if b.device.type == "cuda"})
-    with torch.random.fork_rng(devices=devices):
+    with attributes_as_they_were(layer) as rewind_attributes, torch.random.fork_rng(devices=devices):
         cpu = torch.get_rng_state()
         cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
         def rewind() -> None:
+            rewind_attributes()
             torch.set_rng_state(cpu)
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)

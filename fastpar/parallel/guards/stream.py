@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from fastpar.comm import CommError, Communicator
 from fastpar.parallel.guards.positions import as_it_was
 from fastpar.tensor.grid import GridRegion
-from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes, same_generators
+from fastpar.tensor.rehearsal import own_attributes, same_generators
 from fastpar.tensor.sequence import SequenceRegion, whole_stream
 
 _log = logging.getLogger("fastpar")
@@ -54,7 +54,7 @@ class StreamGuard:
         self._before = _kept(model)
         self.is_running = True
         try:
-            with torch.no_grad(), same_generators(), attributes_as_they_were(model), as_it_was(model):
+            with torch.no_grad(), same_generators(), as_it_was(model):
                 with whole_stream(self.regions):
                     output = model(*args, **kwargs)
                 self._wanted = _numbers(output) | self._changed(model)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastpar.parallel.trial.copies import own_copy
-from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes
+from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.tensor.sequence import map_hidden
 
 
@@ -121,9 +121,9 @@ def _keeps_results(module: nn.Module) -> bool:
 def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dict[str, RecordedCall]:
     """Run a language model once on two sequences of random ids: how the modules at `paths` were called, by path.
 
-    Modules that were not called are left out. The model is in eval mode for the time of the run; its buffers, states
-    that modules keep as tensors, and the generators of random numbers are as before afterwards. Raises whatever the
-    model does.
+    Modules that were not called are left out. The model is in eval mode for the time of the run; its buffers, what
+    modules keep as numbers, tensors and lists of them, and the generators of random numbers are as before afterwards.
+    Raises whatever the model does.
     """
     modes = {module: module.training for module in model.modules()}
     buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
@@ -131,27 +131,23 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocab, (2, num_tokens), generator=generator).to(device)
-    recorder = _Recorder(model, paths)
     options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
-    try:
-        with (
-            torch.random.fork_rng(devices=[]),
-            warnings.catch_warnings(),
-            torch.enable_grad(),
-            attributes_as_they_were(model),
-        ):
-            warnings.simplefilter("ignore")
-            model.eval()
-            output = model(ids, **options)
-            recorder.finish(output)
-    finally:
-        for handle in recorder.handles:
-            handle.remove()
-        for module, training in modes.items():
-            module.training = training
-        with torch.no_grad():
-            for buffer, value in buffers.values():
-                buffer.copy_(value)
+    with attributes_as_they_were(model), same_generators():  # around the hooks, which are gone when it ends
+        recorder = _Recorder(model, paths)
+        try:
+            with warnings.catch_warnings(), torch.enable_grad():
+                warnings.simplefilter("ignore")
+                model.eval()
+                output = model(ids, **options)
+                recorder.finish(output)
+        finally:
+            for handle in recorder.handles:
+                handle.remove()
+            for module, training in modes.items():
+                module.training = training
+            with torch.no_grad():
+                for buffer, value in buffers.values():
+                    buffer.copy_(value)
     return recorder.calls
 
 
