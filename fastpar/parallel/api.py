@@ -245,7 +245,8 @@ def explain(model: nn.Module) -> Explanation:
 def unparallelize(model: M) -> M:
     """Undo `parallelize` in place: ordinary modules with full weights on every rank (one all-gather per shard).
 
-    Parameters are the original objects again, with the trained values; gradients are dropped. Optimizers built on the
+    Parameters are the original objects again, with the trained values, frozen where the parallel ones were; gradients
+    are dropped. Attributes that were set on modules after `parallelize` stay. Optimizers built on the
     parallel parameters must be built anew.
     """
     swap_of(model).undo(gather=True)

@@ -94,8 +94,12 @@ class Changes:
         found = self._parameters.get(id(full))
         return None if found is None else layout_of(found[1])
 
-    def free_originals(self) -> None:
-        """Give the memory of the original parameters back; from now on they refuse to be used."""
+    def complete(self) -> None:
+        """Say that all is made: what is set on modules from now on is the user's. Gives the memory of the original
+        parameters back, which refuse to be used."""
+        for change in self._steps:
+            if isinstance(change, Adoption):
+                change.settle()
         for original, _ in self._parameters.values():
             mark_replaced(original)
 
@@ -111,11 +115,13 @@ class Changes:
         full = {}
         if gather:
             for key, (original, parallel) in self._parameters.items():  # in one order on all ranks
-                full[key] = (original, full_parameter(current(parallel)))
+                now = current(parallel)
+                full[key] = (original, full_parameter(now), now.requires_grad)
                 mark_in_place(original)
             with torch.no_grad():
-                for original, value in full.values():
+                for original, value, is_trained in full.values():
                     original.data = value
+                    original.requires_grad_(is_trained)
         # The last first: a module adopted twice has its own class back at the end, and an adoption gives back the
         # attributes that the module had then, among them those that had been set before.
         for change in reversed(self._steps):

@@ -76,7 +76,7 @@ class Swap:
         except BaseException:
             self.undo(gather=False)
             raise
-        self.context.changes.free_originals()
+        self.context.changes.complete()
 
     def _apply_styles(self) -> None:
         context = self.context

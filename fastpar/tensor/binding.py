@@ -55,6 +55,8 @@ class Adoption:
     The module object stays: its hooks, its place in the model and references to it survive. What changes is its class,
     its parameters and the attributes that the parallel layer sets; `undo` restores all three. Swapping the object
     instead would not do for `torch.distributed.tensor.parallel.parallelize_module`, which drops what a style returns.
+
+    What is set after `settle` is the user's, or the module's own code's that counts its calls: `undo` leaves it.
     """
 
     def __init__(self, module: nn.Module, cls: type[nn.Module]):
@@ -63,7 +65,13 @@ class Adoption:
         self.original_dict = dict(module.__dict__)
         self.original_parameters = dict(module._parameters)
         self.handles: list[Any] = []
+        self._own: frozenset[str] | None = None  # attributes that the parallel layer has set; None: not known yet
         module.__class__ = cls
+
+    def settle(self) -> None:
+        """Say that the parallel module is complete."""
+        before = self.original_dict
+        self._own = frozenset(k for k, v in self.module.__dict__.items() if k not in before or v is not before[k])
 
     def undo(self) -> None:
         """Give the module its class, its attributes and its original parameter objects back."""
@@ -72,9 +80,12 @@ class Adoption:
             handle.remove()
         training = module.training
         module.__class__ = self.original_class
-        for name in set(module.__dict__) - set(self.original_dict):
-            del module.__dict__[name]
-        module.__dict__.update(self.original_dict)
+        own = set(module.__dict__) | set(self.original_dict) if self._own is None else self._own
+        for name in own:
+            if name in self.original_dict:
+                module.__dict__[name] = self.original_dict[name]
+            else:
+                module.__dict__.pop(name, None)
         module.training = training
         module._parameters.clear()
         module._parameters.update(self.original_parameters)

@@ -267,6 +267,15 @@ def _counted() -> None:
             for _ in range(2):
                 torch.testing.assert_close(cross_entropy(parallel), cross_entropy(whole), rtol=1e-9, atol=1e-9)
                 assert parallel.state() == whole.state()
+            parallel.temperature.requires_grad_(False)
+            parallel.head.weight.requires_grad_(False)
+            parallel.note = parallel.blocks[0].mlp.up.note = "set later"
+            fp.unparallelize(parallel)
+            assert parallel.state() == whole.state()
+            assert parallel.note == parallel.blocks[0].mlp.up.note == "set later"
+            frozen = [name for name, p in parallel.named_parameters() if not p.requires_grad]
+            assert frozen == ["temperature", "head.weight"]
+            torch.testing.assert_close(cross_entropy(parallel), cross_entropy(whole), rtol=1e-9, atol=1e-9)
 
 
 def test_numbers_that_modules_keep_go_on_as_in_one_process() -> None:
