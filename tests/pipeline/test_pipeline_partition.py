@@ -6,6 +6,7 @@ import copy
 import gc
 import itertools
 import weakref
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -668,6 +669,83 @@ def test_parts_that_need_more_than_the_hidden_states_are_refused(kind: type[nn.M
         partition(model, layout="E,t|t|t,H", architecture=OWN)
     assert not any(isinstance(m, Absent) for m in model.modules()), "the model was not touched"
     assert partition(model, layout="E,t*3,H", architecture=OWN).num_parts == 1
+
+
+class Counting(nn.Module):
+    """Goes by numbers in containers, and adds to a list that all layers have."""
+
+    def __init__(self, losses: list[Tensor]) -> None:
+        super().__init__()
+        self.linear, self.losses = nn.Linear(8, 8), losses
+        self.counts, self.nested = Counter({"calls": 0}), {"of": [0]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts["calls"] += 1
+        self.nested["of"].append(1)
+        self.losses.append(x.mean())
+        return x + self.linear(x) * (self.counts["calls"] + len(self.nested["of"]))
+
+
+class CountingModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: list[Tensor] = []
+        self.embed, self.layers = nn.Embedding(7, 8), nn.ModuleList([Counting(self.losses), Counting(self.losses)])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_trying_the_parts_leaves_what_layers_keep_in_containers() -> None:
+    model = CountingModel()
+    assert partition(model, num_parts=2).num_parts == 2
+    assert model.losses == []
+    assert all(layer.counts == {"calls": 0} and layer.nested == {"of": [0]} for layer in model.layers)
+
+
+class Conditional(nn.Module):
+    """Does something to the hidden states after a layer if its ids say so."""
+
+    def __init__(self, after: int, kind: str) -> None:
+        super().__init__()
+        self.after, self.kind = after, kind
+        self.embed, self.out = nn.Embedding(7, 8), nn.Linear(8, 7)
+        self.layers, self.extra = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)]), nn.Linear(8, 8)
+
+    def says(self, ids: Tensor) -> bool:
+        if self.kind == "bool":
+            return bool((ids == 3).all())
+        if self.kind == "item":
+            return int(ids.max().item()) % 2 == 1
+        assert int(ids.min()) < 7, "a check that changes nothing"
+        return False
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == self.after and self.says(ids):
+                x = x + self.extra(x).sin()
+        return self.out(x)
+
+
+@pytest.mark.parametrize("kind", ["bool", "item", "check"])
+@pytest.mark.parametrize("after", [1, 2])
+def test_what_a_model_decides_by_its_ids_is_done_once_or_refused(after: int, kind: str) -> None:
+    """Parts after the first have no ids. What lies before their first module is not used."""
+    torch.manual_seed(0)
+    model = Conditional(after, kind)
+    whole = copy.deepcopy(model)
+    if after == 2 and kind != "check":
+        with pytest.raises(ValueError, match=r"part 1 \(t\*2,H\) of Conditional .*: the model decides by its ids"):
+            partition(model, layout="E,t*2|t*2,H")
+        return
+    first, second = partition(model, layout="E,t*2|t*2,H").stages(range(2))
+    for ids in (torch.full((2, 5), 3), torch.full((2, 5), 2), torch.arange(5).expand(2, 5)):
+        torch.testing.assert_close(second.module(first.module(ids)), whole(ids), rtol=0, atol=0)
 
 
 class Twofold(Own):

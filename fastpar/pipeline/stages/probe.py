@@ -23,14 +23,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from fastpar.contracts.containers import with_own_containers
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.architecture import ModelUnit
 from fastpar.pipeline.stages.calling import Convention, reduce_output
 from fastpar.pipeline.stages.carve import shallow_copy
+from fastpar.pipeline.stages.decisions import IdDecisions
 from fastpar.pipeline.stages.stream import ArrivalNote, EnterStream, main_of, template_of
 from fastpar.pipeline.stages.weighting import LossMean
 
 _BATCH, _LENGTH = 2, 5
+_OF_MODULES = frozenset(vars(nn.Module()))  # not of their code
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _HOOK_FLAGS = ("_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs")
 
@@ -119,14 +122,33 @@ def try_part(
     recording: Recording,
     name: str,
     enter: EnterStream | None,
+    decisions: IdDecisions | None = None,
 ) -> Findings:
     """Run one part on what the whole model had there.
 
-    part    the module of the part, with stand-ins; module: what its hooks belong to
-    units   all units of the model; `enter` is for the first of those that are here (None: part 0, or a part without)
+    part       the module of the part, with stand-ins; module: what its hooks belong to
+    units      all units of the model; `enter` is for the first of those that are here (None: part 0, or a part without)
+    decisions  None: those that the model's own code makes by its ids are noted, and where there are any the part is
+               tried once more with other ones, as with other ids
 
     Raises ValueError where the part does not do what the whole model did.
     """
+    if decisions is None:
+        noted = IdDecisions(is_turned=False)
+        found = try_part(part, module, units, recording, name, enter, noted)
+        if noted.count == 0:
+            return found
+        try:
+            other = try_part(part, module, units, recording, name, enter, IdDecisions(is_turned=True))
+        except PartError as error:
+            if error.__cause__ is not None:  # it has failed, as a check of ids does
+                return found
+            raise PartError(
+                f"{name} does not compute what the whole model does there: the model decides by its ids, which no part "
+                "but the first has, what to do with the hidden states. Decide by a keyword input of the batch, which "
+                "all parts get, or choose a layout that does this on part 0"
+            ) from None
+        return Findings(found.enters or other.enters, found.guards or other.guards)
     tried = hollow_copy(part, module)
     here = [unit.path for unit in units if not isinstance(tried.get_submodule(unit.path), Absent)]
     calls: dict[str, UnitCall] = {}
@@ -134,6 +156,8 @@ def try_part(
     if note is not None:
         tried.get_submodule(here[0]).register_forward_pre_hook(note, with_kwargs=True)
     _watch(tried, [unit.path for unit in units], calls, recording.inputs.device)
+    if here[:1] != [units[0].path]:
+        decisions.watch(tried, [unit.path for unit in units])
     is_first, is_last = here[:1] == [units[0].path], here[-1:] == [units[-1].path]
     inputs = recording.inputs if is_first else recording.calls[here[0]].main
     labels = {"labels": recording.inputs} if is_last and recording_has_loss(part) else {}
@@ -143,14 +167,15 @@ def try_part(
             given = inputs.clone()
             if note is not None:
                 given = given.requires_grad_().clone()  # no leaf, which nobody may change in place
-            output = tried(given, **recording.keywords, **labels)
+            with decisions:
+                output = tried(given, **recording.keywords, **labels)
     except Exception as error:
         raise PartError(
             f"{name} cannot run without the other parts: {type(error).__name__}: {error}. {_ADVICE}"
         ) from error
     if enter is not None and not enter.stream.is_guarded and not _same(given, inputs):
         enter.stream.is_guarded = True
-        return try_part(part, module, units, recording, name, enter)
+        return try_part(part, module, units, recording, name, enter, decisions)
     expected = recording.output if following is None else recording.calls[following].main
     problem = _difference(here, calls, recording, output, expected)
     if problem:
@@ -275,11 +300,14 @@ def hollow_copy(module: nn.Module, model: nn.Module) -> nn.Module:
     A module that stands in two places becomes two.
     """
     own = {cls.__module__.partition(".")[0] for cls in type(model).__mro__ if issubclass(cls, nn.Module)}
-    return _hollow(module, frozenset((own | {"fastpar"}) - {"torch", "__main__"}))
+    return _hollow(module, frozenset((own | {"fastpar"}) - {"torch", "__main__"}), {})
 
 
-def _hollow(module: nn.Module, packages: frozenset[str]) -> nn.Module:
+def _hollow(module: nn.Module, packages: frozenset[str], memo: dict[int, Any]) -> nn.Module:
     twin = shallow_copy(module)
+    # What a forward puts into containers, which several modules may hold to add their losses to, must not stay there.
+    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    twin.__dict__.update({name: with_own_containers(value, memo) for name, value in own.items()})
     for name in _HOOKS:
         kept = {key: hook for key, hook in getattr(module, name).items() if _package_of(hook) in packages}
         twin.__dict__[name] = OrderedDict(kept)
@@ -288,7 +316,7 @@ def _hollow(module: nn.Module, packages: frozenset[str]) -> nn.Module:
     for name, buffer in module._buffers.items():
         twin._buffers[name] = None if buffer is None else buffer.clone()
     for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else _hollow(child, packages)
+        twin._modules[name] = None if child is None else _hollow(child, packages, memo)
     return twin
 
 
