@@ -321,6 +321,8 @@ class AtRestTensor(Tensor):
                 if "got mixed torch.Tensor and DTensor" in str(error):
                     raise RuntimeError(_text(func, args, kwargs)) from error
                 raise
+        if not torch.is_grad_enabled():  # what is returned is the parameter, which has been written to in place
+            return found
         results = found if isinstance(found, (list, tuple)) else [found]
         if func.__name__ not in _ALLOWED_AT_REST and any(isinstance(x, Tensor) and x.requires_grad for x in results):
             raise RuntimeError(_text(func, args, kwargs))

@@ -613,6 +613,28 @@ def test_values_written_to_shards_are_used_by_the_next_forward() -> None:
     assert torch.equal(model(x), other(x))
 
 
+def _written_after_forwards() -> None:
+    models = [Stack(2), Stack(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    fp.zero.shard(models[0], optimizers[0], stage=3)
+    x, found = torch.randn(3, 16, generator=torch.Generator().manual_seed(1)), []
+    for model, optimizer in zip(models, optimizers, strict=True):
+        model(x).sum().item()  # a forward that no backward pass follows
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.9)
+            next(model.parameters()).clamp_(-0.1, 0.1)
+        nn.init.zeros_(model.layers[1].bias)
+        model(x).square().mean().backward()
+        optimizer.step()
+        found.append(model(x).detach())
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_parameters_may_be_written_to_after_a_forward_that_is_dropped() -> None:
+    run_ranks(2, _written_after_forwards)
+
+
 def test_a_replaced_parameter_is_an_error() -> None:
     model = Stack(2)
     make_alone(model)
