@@ -213,7 +213,9 @@ def own_storage(x: Tensor) -> Tensor:
     storage; and of one without, the whole storage would be saved. One whose part got an offset afterwards cannot be an
     input of torch.compile, which wants both alike.
     """
-    if x.numel() == 0 or x.untyped_storage().nbytes() == 0:
+    if x.numel() == 0:
+        return x.new_empty(x.shape)  # rows that this rank has none of, which lie behind the others' all the same
+    if x.untyped_storage().nbytes() == 0:
         return x
     found: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
     return found

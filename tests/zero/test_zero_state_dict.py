@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -218,3 +220,28 @@ def overwrite() -> None:
 
 def test_master_weights_follow_what_is_written_to_parameters() -> None:
     run_ranks(2, overwrite)
+
+
+def _copied_and_saved() -> None:
+    """One row: the other rank has none of it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1), nn.Linear(1, 3, bias=False))
+    whole = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    fp.zero.shard(model, optimizer, stage=3, units=[model], persistent_share=0.0)
+    kept = copy.deepcopy(model.state_dict())
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    x = torch.randn(2, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for state in (kept, saved):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.load_state_dict(state)
+        assert torch.equal(copy.deepcopy(model)(x), whole(x))
+
+
+def test_shards_without_rows_are_copied_and_saved_as_others() -> None:
+    run_ranks(2, _copied_and_saved)
