@@ -1,4 +1,4 @@
-"""Methods of a parallelised model that need whole tensors: its loss, `generate`, resizing, merging of adapters.
+"""Methods of a parallelised model that need whole tensors: its loss, `generate`, resizing.
 
 The head of a parallelised model returns logits as a DTensor, `Shard(-1)` over the tensor-parallel ranks: what reads
 them gets the right numbers (`fastpar.tensor.split_logits`), and never a part for the whole. A loss that is
@@ -18,9 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
-from fastpar.parallel.changes import Changes
 from fastpar.parallel.guards.agreement import generator_state
-from fastpar.pretrained.adapters import is_adapter
 from fastpar.tensor import SequenceRegion, VocabParallelHead, causal_lm_loss, gather_vocab, masked_lm_loss
 from fastpar.tensor.sequence import whole_stream
 
@@ -240,32 +238,6 @@ class ResizeEmbeddings:
                 "and parallelize again"
             )
         return embedding
-
-
-def connect_adapters(model: nn.Module, changes: Changes) -> None:
-    """Let `merge` of PEFT's layers, and so `merge_and_unload`, refuse what parameters that are DTensors would lose."""
-    for module in filter(is_adapter, model.modules()):
-        if callable(getattr(module, "merge", None)):
-            changes.set(module, "merge", _Merge(module))
-
-
-class _Merge:
-    """`merge` of a module with adapters, in the place of its class's."""
-
-    def __init__(self, module: Any):
-        self.module = module
-        self.__doc__ = type(module).merge.__doc__
-
-    def __deepcopy__(self, memo: Any) -> _Merge:
-        return _Merge(memo.get(id(self.module), self.module))
-
-    def __call__(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        if safe_merge:  # it assigns to the weight's .data, where a merge in place adds
-            raise RuntimeError(
-                "safe_merge=True assigns new weights, which a model that fastpar has split would lose: merge without "
-                "it, or call fastpar.unparallelize(model) first"
-            )
-        type(self.module).merge(self.module, adapter_names=adapter_names)
 
 
 @contextlib.contextmanager

@@ -22,7 +22,6 @@ from fastpar.parallel.model_methods import (
     NoGeneration,
     PartLoss,
     ResizeEmbeddings,
-    connect_adapters,
     labels_problem,
     loss_on_split_logits,
 )
@@ -146,7 +145,6 @@ class Swap:
         for each in models_to_save(model):
             if callable(getattr(type(each), "save_pretrained", None)):
                 changes.set(each, "save_pretrained", SavePretrained(each))
-        connect_adapters(model, changes)
         if context.expert_ranks > context.comm.size and callable(getattr(type(model), "generate", None)):
             changes.set(model, "generate", SyncedGenerate(model, vars(model).get("generate")))
         if context.comm.size > 1 and callable(getattr(type(model), "resize_token_embeddings", None)):

@@ -42,7 +42,16 @@ class ValueOfParameter(Tensor):
 
     _parameter: Any
     _as_dtensor: Callable[[Tensor], Tensor]
+    _is_param = True  # what isinstance(x, nn.Parameter) asks, and with it an assignment to a module's attribute
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # results are plain
+
+    @property
+    def data(self) -> Tensor:
+        return cast(Tensor, Tensor.data.__get__(self))  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        self._parameter.data = value
 
     @property
     def grad(self) -> Tensor | None:
@@ -103,6 +112,14 @@ def _unwrapping_property(name: str) -> property:
     return property(read)
 
 
+def _register_parameter_of(original: type[nn.Module]) -> Callable[..., None]:
+    def register_parameter(self: Any, name: str, param: Any) -> None:
+        """`module.weight = module.weight` registers the parameter, of which that is a value to read."""
+        original.register_parameter(self, name, param._parameter if isinstance(param, ValueOfParameter) else param)
+
+    return register_parameter
+
+
 def _alias_property(name: str) -> property:
     # The parameter as it is: code that computed with it would need this module's own layout, and torch refuses DTensors
     # among plain tensors.
@@ -142,6 +159,7 @@ def replicate(
     namespace: dict[str, Any] = {
         name: _alias_property(name) if name in aliases else _unwrapping_property(name) for name in own
     }
+    namespace["register_parameter"] = _register_parameter_of(original)
     namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
     adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
     parallel: Any = module

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from fastpar.tensor.dtensor_data import take_data
 from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
 
 _VIEWS = (
@@ -108,13 +109,18 @@ def watch_views(parameter: Tensor) -> None:
     if isinstance(parameter, DTensor):
         read_whole_numbers_in_steps()
         _mark_copies()
+        take_data(_is_split)
         _SPLIT.add((parameter.shape, parameter._spec.placements))
 
 
 def _is_watched(x: DTensor) -> bool:
     if is_in_step():
         return isinstance(x, nn.Parameter)
-    return type(x) is LocalView or (x.shape, x._spec.placements) in _SPLIT
+    return type(x) is LocalView or _is_split(x)
+
+
+def _is_split(x: DTensor) -> bool:
+    return (x.shape, x._spec.placements) in _SPLIT
 
 
 @functools.cache

@@ -29,6 +29,7 @@ from fastpar.comm.pending import Pending
 from fastpar.comm.ranges import annotate
 from fastpar.optim._masters import version_of
 from fastpar.precision import Precision
+from fastpar.tensor.dtensor_data import set_wrapper
 from fastpar.tensor.held import DataOfDTensors
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
@@ -126,8 +127,7 @@ class FlatGroup:
         for parameter, _ in self._texts:
             if isinstance(parameter, DTensor):
                 self._is_for_compiler = True
-                # An assignment to .data of a DTensor leaves its part alone.
-                parameter.data = DTensor(like(local(parameter)), parameter._spec, requires_grad=False)
+                set_wrapper(parameter, DTensor(like(local(parameter)), parameter._spec, requires_grad=False))
 
 
 class ParamGroup:

@@ -1,4 +1,4 @@
-"""Writes to a part of a split parameter, or of its gradient, reach it or are errors."""
+"""Writes to a part of a split parameter, or of its gradient, reach it or are errors; data that are set are taken."""
 
 from __future__ import annotations
 
@@ -128,3 +128,62 @@ def read() -> list[bool]:
 
 def test_parts_are_read_as_ever() -> None:
     assert run_ranks(2, read) == [[True] * 5] * 2
+
+
+class Normed(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(super().forward(x))
+
+
+def with_data_set(net: Any) -> list[Tensor]:
+    """Outputs of steps between which averages are put in and taken out, and steps are taken back, through `.data`."""
+    x = torch.linspace(-1, 1, 18, dtype=torch.float64).view(3, 6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+    averages = {name: p.data.clone() for name, p in net.named_parameters()}
+    outputs = []
+    for _ in range(4):
+        net(x).square().mean().backward()
+        before = {name: p.data.clone() for name, p in net.named_parameters()}
+        for name, p in net.named_parameters():
+            p.grad.data = p.grad.data * 0.5
+            p.data = p.data + p.grad.data
+            p.data = before[name]
+        optimizer.step()
+        optimizer.zero_grad()
+        backup = {}
+        for name, p in net.named_parameters():
+            averages[name] = averages[name] * 0.5 + p.data * 0.5
+            backup[name] = p.data  # its memory, which p has again afterwards
+            p.data = averages[name]
+        outputs.append(net(x).detach())
+        for name, p in net.named_parameters():
+            p.data = backup[name]
+        net.norm.weight.data = net.norm.weight.data * 1.5
+        net.norm.weight = net.norm.weight
+        outputs.append(net(x).detach())
+    for layer in (net.up, net.down):  # whole tensors: this rank takes its part
+        layer.weight.data = torch.arange(60, dtype=torch.float64).view(layer.weight.shape) / 60
+    return [*outputs, net(x).detach()]
+
+
+def data_set() -> None:
+    torch.manual_seed(0)
+    plain = Normed().double()
+    net: Any = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, PLAN)
+    for got, wanted in zip(with_data_set(net), with_data_set(plain), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+    with pytest.raises(TypeError, match=r"data of shape \(3, 6\).*a DTensor of shape \(10, 6\)"):
+        net.up.weight.data = torch.zeros(3, 6, dtype=torch.float64)
+    with pytest.raises(TypeError, match=r"data of dtype torch.float32.*convert the model as a whole"):
+        net.up.weight.data = net.up.weight.data.float()
+    net(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
+    with pytest.raises(TypeError, match=r"a DTensor that is no parameter must be a DTensor as well"):
+        net.up.weight.grad.data = torch.zeros(10, 6, dtype=torch.float64)
+
+
+def test_data_set_to_split_and_whole_parameters_and_their_gradients_is_taken() -> None:
+    run_ranks(2, data_set)

@@ -100,8 +100,10 @@ def _merged(architecture: str, folder: str) -> None:
         logits = model(input_ids=_ids()).logits
         torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-4)
 
-    with pytest.raises(RuntimeError, match=r"safe_merge=True assigns new weights"):
-        model.merge_and_unload(safe_merge=True)
+    for safe in (True, False):
+        model.merge_adapter(safe_merge=safe)
+        check()
+        model.unmerge_adapter()
     model.merge_adapter()
     check()
     model.unmerge_adapter()
@@ -127,6 +129,46 @@ def _merged(architecture: str, folder: str) -> None:
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
 def test_merging_adapters_of_a_split_model_is_right_or_refused(architecture: str, tmp_path: Path) -> None:
     run_ranks(2, _merged, architecture, str(tmp_path))
+
+
+def _merged_by_assignment(kind: str) -> None:
+    """These merge by `weight.data = ...`, and IA3 gives the merged weight to the module that has it."""
+    warnings.simplefilter("ignore")
+    config: Any = {
+        "dora": lambda: peft.LoraConfig(r=2, target_modules=TARGETS, use_dora=True, init_lora_weights=False),
+        "ia3": lambda: peft.IA3Config(
+            target_modules=TARGETS, feedforward_modules=["down_proj"], init_ia3_weights=False, task_type="CAUSAL_LM"
+        ),
+        "tokens": lambda: peft.TrainableTokensConfig(token_indices=[1, 200]),
+    }[kind]()
+    torch.manual_seed(1)
+    plain = peft.get_peft_model(build_model("llama", torch.float32), config)
+    with torch.no_grad():
+        for name, p in plain.named_parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    wanted = plain(input_ids=_ids()).logits
+
+    def check(model: Any) -> None:
+        logits = model(input_ids=_ids()).logits
+        logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-4)
+
+    model = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD)
+    check(model)
+    model.merge_adapter()
+    check(model)
+    model.unmerge_adapter()
+    check(model)
+    merged = model.merge_and_unload()
+    check(merged)
+    fp.unparallelize(model)
+    check(merged)
+
+
+@pytest.mark.parametrize("kind", ["dora", "ia3", "tokens"])
+def test_adapters_that_assign_merged_weights_are_merged(kind: str) -> None:
+    run_ranks(2, _merged_by_assignment, kind)
 
 
 def _merged_from_shards() -> None:

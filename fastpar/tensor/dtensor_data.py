@@ -1,0 +1,76 @@
+"""`x.data = value` of split parameters, and of gradients and averages that are split like them.
+
+Of a DTensor torch gives the wrapper the memory of `value`, and x goes on with its local part: averaged weights that are
+put in and taken out again, the step back of sharpness-aware minimisation or the merge of an adapter would be lost
+without a word. Here the local part gets that memory, as a whole tensor does. Reading `x.data` is torch's.
+
+Parameters that fastpar has not split, as those that ZeRO's stage 3 has at rest, stay torch's, and `DataOfDTensors`
+raises: other ranks read their memory where it is.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+_TORCHS: Any = Tensor.data
+
+
+@functools.cache
+def take_data(is_watched: Callable[[DTensor], bool]) -> None:
+    """Let DTensors take data: parameters with a layout of fastpar's, and what else `is_watched`."""
+    DTensor.data = _Data(is_watched)  # type: ignore[assignment]
+
+
+def set_wrapper(x: DTensor, value: DTensor) -> None:
+    """`x.data = value` as torch has it: memory of the wrapper, while the local part stays."""
+    _TORCHS.__set__(x, value)
+
+
+class _Data:
+    """The descriptor of `data`."""
+
+    def __init__(self, is_watched: Callable[[DTensor], bool]):
+        self.is_watched = is_watched
+
+    def __get__(self, x: Any, owner: Any = None) -> Any:
+        return self if x is None else _TORCHS.__get__(x, owner)
+
+    def __set__(self, x: Any, value: Any) -> None:
+        layout = getattr(x, "fastpar_layout", None)
+        is_ours = layout is not None or (not isinstance(x, nn.Parameter) and self.is_watched(x))
+        if not is_ours or not isinstance(value, Tensor) or torch.compiler.is_compiling():
+            _TORCHS.__set__(x, value)
+            return
+        for name, theirs, its in (
+            ("shape", tuple(value.shape), tuple(x.shape)),
+            ("dtype", value.dtype, x.dtype),
+            ("device", value.device, x.device),
+        ):
+            if theirs != its:
+                raise TypeError(
+                    f"data of {name} {theirs} cannot be set to a DTensor of {name} {its}: convert the model as a whole "
+                    "(model.to), or parallelize one that has been converted"
+                )
+        with torch.no_grad():
+            x._local_tensor.data = _part(x, value.detach(), layout)
+
+
+def _part(x: DTensor, value: Tensor, layout: Any) -> Tensor:
+    """What x has of a value on this rank: the value's own memory, where that is no more than this part."""
+    if isinstance(value, DTensor):
+        if value._spec.mesh == x._spec.mesh and value._spec.placements == x._spec.placements:
+            return value._local_tensor
+        return value.redistribute(x.device_mesh, x.placements)._local_tensor.contiguous()
+    if layout is None:
+        raise TypeError(
+            f"data of shape {tuple(value.shape)} set to a DTensor that is no parameter must be a DTensor as well: "
+            "distribute_tensor(value, x.device_mesh, x.placements)"
+        )
+    part: Tensor = layout.local(value).contiguous()
+    return part
