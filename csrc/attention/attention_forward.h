@@ -278,7 +278,8 @@ class ForwardBlock {
     if (!is_empty) transpose_back<kBlock>(out_, p_.padded_value_dim, out_rows_);
     for (int64_t i = 0; i < count; ++i) {
       const int64_t row = head * p_.num_queries + first + i;
-      const bool sees_none = is_empty || maximum_[i] == static_cast<Real>(kNegativeInfinity);
+      // The maximum leaves out NaN. A row all of whose scores are NaN sees keys, and has their sum: NaN.
+      const bool sees_none = is_empty || (maximum_[i] == static_cast<Real>(kNegativeInfinity) && sum_[i] == 0);
       const double lse = static_cast<double>(maximum_[i]) * unit + __builtin_log(static_cast<double>(sum_[i]));
       static_cast<Real*>(a_.lse)[row] = static_cast<Real>(sees_none ? kNegativeInfinity : lse);
       Real* from = out_rows_ + i * p_.padded_value_dim;

@@ -249,7 +249,7 @@ def attention_forward_kernel(
         )  # fmt: skip
     acc, top, total = state
     place = (batch * tl.num_programs(1) + head).to(tl.int64) * num_queries
-    is_empty = top == NEVER
+    is_empty = (top == NEVER) & (total == 0.0)  # the top leaves out NaN: where all scores are, the total is as well
     total = tl.where(is_empty, 1.0, total)
     tl.store(lse + place + row, (top + tl.log2(total)) * LN2, mask=row < num_queries)
     share = 1.0 / total

@@ -318,6 +318,10 @@ def test_what_is_not_finite_stays_in_its_document(capability: str, dtype: torch.
     if what == "v":  # within it, rows that do not see token 80
         assert found.out[:, :, 69:80].isfinite().all()
         assert not found.out[:, :, 80:140].isfinite().any()
+    if what in ("q", "k"):  # all scores of row 80, or one of each row from there on
+        touched = slice(80, 81 if what == "q" else 140)
+        assert found.out[:, :, touched].isnan().all()
+        assert found.lse[:, :, touched].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
