@@ -34,6 +34,18 @@ from fastpar.comm.recompute_cache import kept
 from fastpar.comm.shards import check_dim, check_tensor, is_int, shard_sizes
 
 
+def not_a_view(x: Tensor) -> Tensor:
+    """x, which a Function has made and nobody else reads, as a tensor that callers may write to in place: autograd
+    refuses that for a view that a Function returns.
+
+    Before it is `kept`: an operation in place must raise the version of what the tape has.
+    """
+    if torch.compiler.is_compiling() or not x._is_view():
+        return x
+    own: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    return own
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
@@ -50,7 +62,7 @@ class _ReduceFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
         ctx.comm = comm
-        return kept(lambda: comm.all_reduce(x))
+        return kept(lambda: not_a_view(comm.all_reduce(x)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -61,7 +73,7 @@ class _GatherFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return kept(lambda: comm.all_gather(x, dim=dim, sizes=sizes))
+        return kept(lambda: not_a_view(comm.all_gather(x, dim=dim, sizes=sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -86,7 +98,7 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return kept(lambda: comm.all_gather(x, dim=dim, sizes=sizes))
+        return kept(lambda: not_a_view(comm.all_gather(x, dim=dim, sizes=sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -98,7 +110,7 @@ class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, dim: int, sizes: list[int]) -> Tensor:
         ctx.args = comm, dim, sizes
-        return kept(lambda: comm.reduce_scatter(x, dim=dim, sizes=sizes))
+        return kept(lambda: not_a_view(comm.reduce_scatter(x, dim=dim, sizes=sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
@@ -112,9 +124,8 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any, x: Tensor, comm: Communicator, dims: tuple[int, int], inputs: list[int], outputs: list[int]
     ) -> Tensor:
         ctx.args = comm, dims, inputs, outputs
-        return kept(
-            lambda: comm.all_to_all(x, split_dim=dims[0], concat_dim=dims[1], input_sizes=inputs, output_sizes=outputs)
-        )
+        sizes = {"input_sizes": inputs, "output_sizes": outputs}
+        return kept(lambda: not_a_view(comm.all_to_all(x, split_dim=dims[0], concat_dim=dims[1], **sizes)))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:

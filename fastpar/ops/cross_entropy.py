@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.comm.autograd import not_a_view
 from fastpar.comm.ranges import annotate
 from fastpar.contracts import communicator, compute_dtype
 from fastpar.contracts.agreement import AgreedCall, call_of, tensor_checksum
@@ -234,7 +235,9 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         ctx.save_for_backward(logits, target, lse, divisor, problem.weight, problem.weight_sum)
         ctx.where = (problem.shard.start, problem.shard.total, *problem.options)
         ctx.is_reduced = reduction.name != "none"
-        return out, lse.to(out.dtype).reshape(target.shape) if reduction.return_lse else None
+        # A copy, since lse is saved: what callers write to theirs in place must not reach backward.
+        own_lse = lse.to(out.dtype, copy=True).reshape(target.shape) if reduction.return_lse else None
+        return not_a_view(out), None if own_lse is None else not_a_view(own_lse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

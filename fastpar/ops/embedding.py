@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fastpar.arguments import checked
 from fastpar.comm import copy_to, gather_sequence, shard_sizes
+from fastpar.comm.autograd import not_a_view
 from fastpar.contracts import communicator
 from fastpar.contracts.agreement import call_of, first_outside, raise_disagreement, tensor_checksum
 from fastpar.contracts.embedding import check_ids, check_scatter_dim, check_weight, reduced, resolve_padding
@@ -164,7 +165,7 @@ class _ReducedEmbedding(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids)
         ctx.arguments, ctx.comm, ctx.dim = (weight.shape[0], shard.start, padding_idx), comm, dim
-        return _lookup_and_reduce(weight, ids, shard, comm, dim)
+        return not_a_view(_lookup_and_reduce(weight, ids, shard, comm, dim))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None, None]:

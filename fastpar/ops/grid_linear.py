@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.autograd import not_a_view
 from fastpar.comm.recompute_cache import kept
 from fastpar.contracts.linear import autocast_dtype
 from fastpar.ops._autograd import first_derivatives_only
@@ -152,7 +153,7 @@ def _forward(
         if outs:
             outs[-1] = _done(outs[-1]())  # a group has one collective in flight
         outs.append(_plus(spread.summed(F.linear(whole, weight), call.overlap), bias))
-    return [out() for out in outs], whole
+    return [not_a_view(out()) for out in outs], whole
 
 
 def _done(x: Tensor) -> Callable[[], Tensor]:

@@ -40,6 +40,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fastpar.comm import Communicator, SharedRegion
+from fastpar.comm.autograd import not_a_view
 from fastpar.comm.message_format import DTYPE_NUMBERS
 from fastpar.comm.observers import note
 from fastpar.comm.recompute_cache import kept
@@ -135,7 +136,7 @@ def _forward(
             total.add(x_block, weight_blocks.take().t())
         del x_block  # before the next but one is made room for
     return [
-        total.result(bias, like=x, shape=(*x.shape[:-1], weight.shape[0]))
+        not_a_view(total.result(bias, like=x, shape=(*x.shape[:-1], weight.shape[0])))
         for total, weight, bias in zip(sums, weights, biases, strict=True)
     ]
 

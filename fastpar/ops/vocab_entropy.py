@@ -64,7 +64,8 @@ class _LogProb(torch.autograd.Function):
         lse, entropies, log_prob = statistics(logits, ids, shard, comm, options, ignore_index, entropy, op)
         ctx.save_for_backward(logits, lse, ids, entropies if entropy else None)
         ctx.arguments = (shard.start, ignore_index, *options)
-        return log_prob, entropies.to(log_prob.dtype) if entropy else None
+        # A copy, since entropies are saved: what callers write to theirs in place must not reach backward.
+        return log_prob, entropies.to(log_prob.dtype, copy=True) if entropy else None
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpar.arguments import checked
+from fastpar.comm.autograd import not_a_view
 from fastpar.contracts import communicator
 from fastpar.contracts.dtensor_logits import unwrap
 from fastpar.contracts.vocab import check_k, check_logits, check_total, gather_candidates, merge_candidates
@@ -59,7 +60,7 @@ class _TopK(torch.autograd.Function):
         ctx.save_for_backward(ids)
         ctx.mark_non_differentiable(ids)
         ctx.shard = shard
-        return values, ids
+        return not_a_view(values), ids
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from fastpar.comm import Communicator, copy_to
+from fastpar.comm.autograd import not_a_view
 from fastpar.comm.recompute_cache import kept
 
 P = ParamSpec("P")
@@ -68,8 +69,8 @@ class BlockLayout:
         blocks = [self.block(x, rank) for rank in range(self.comm.size)]
         sizes = [block.numel() for block in blocks]
         message = torch.cat([block.reshape(-1) for block in blocks])
-        own = kept(lambda: self.comm.reduce_scatter(message, dim=0, sizes=sizes))
-        return own.view(blocks[self.comm.rank].shape)
+        own_shape = blocks[self.comm.rank].shape
+        return kept(lambda: not_a_view(self.comm.reduce_scatter(message, dim=0, sizes=sizes).view(own_shape)))
 
     def gathered(self, part: Tensor) -> Tensor:
         """The whole of the ranks' blocks: one all-gather."""

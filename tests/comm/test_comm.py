@@ -5,6 +5,7 @@ Inputs are small integers, so that sums are exact in every dtype and compared fo
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import json
@@ -20,6 +21,7 @@ from fastpar.comm import (
     CommError,
     Communicator,
     all_reduce_coalesced,
+    all_to_all,
     copy_to,
     gather_from,
     gather_sequence,
@@ -513,6 +515,20 @@ def check_pairs():
         torch.testing.assert_close(full.grad, weights[0])
 
 
+def check_results_may_be_written_to():
+    comm, rank, size = group_and_data()
+    pairs = [reduce_from, *(functools.partial(f, dim=0) for f in (gather_from, scatter_to)), all_to_all]
+    for pair in (*pairs, *(functools.partial(f, dim=0) for f in (gather_sequence, reduce_scatter_sequence))):
+        found = []
+        for in_place in (True, False):
+            x = torch.linspace(rank, rank + 2, 2 * size, dtype=torch.float64).view(size, 2).requires_grad_()
+            y = pair(x, comm)
+            y = y.mul_(3.0) if in_place else y * 3.0
+            y.square().sum().backward()
+            found.append((y.detach(), x.grad))
+        torch.testing.assert_close(*found, rtol=0, atol=0)
+
+
 def check_copy_and_reduce():
     """A column- then row-parallel MLP, with x used twice, checkpointed and not; sum() sends expanded gradients."""
     comm, rank, size = group_and_data()
@@ -576,7 +592,14 @@ def check_undefined_gradient():
 
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
-    "check", [check_pairs, check_copy_and_reduce, check_differentiates_twice, check_undefined_gradient]
+    "check",
+    [
+        check_pairs,
+        check_results_may_be_written_to,
+        check_copy_and_reduce,
+        check_differentiates_twice,
+        check_undefined_gradient,
+    ],
 )
 def test_autograd_pairs_match_the_unsharded_function(check, world_size):
     run_ranks(world_size, check)

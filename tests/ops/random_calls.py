@@ -27,7 +27,7 @@ from fastpar.comm import Communicator, shard_sizes
 
 TOLERANCE = {torch.float64: 4e-9, torch.float32: 8e-4, torch.float16: 3e-2, torch.bfloat16: 0.16}
 SMALL = 3e-2  # errors of results smaller than this are seen beside it: 16 bits cancel
-WAYS = ("backward", "backward", "backward", "twice", "autograd.grad", "one result", "changed input")
+WAYS = ("backward", "backward", "backward", "twice", "autograd.grad", "one result", "changed input", "changed result")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,18 @@ def play(make: Callable[[Draw], Case], seed: str, group: Any = None) -> None:
     mine = [somewhere(_part(upstream[i], case.results[i], rank), own) for i in chosen]
     if not chosen:
         return
-    if way == "changed input" and not case.writes and ranks == 1:
+    if way == "changed result" and not case.writes:
+        # As plain PyTorch has it; what backward needs again is an error there, too.
+        which = draw.choice(chosen)
+        results[which].mul_(2.0)
+        try:
+            torch.autograd.backward([results[i] for i in chosen], mine)
+        except RuntimeError as error:
+            if "modified by an inplace operation" not in str(error):
+                raise
+            return
+        upstream[which] = 2 * upstream[which].double()
+    elif way == "changed input" and not case.writes and ranks == 1:
         with torch.no_grad():
             given[draw.choice(tuple(given))].add_(1.0)
         try:

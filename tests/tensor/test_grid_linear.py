@@ -61,7 +61,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(inner, hidden, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x)))
+        inner = self.up(x)
+        inner += 0.25  # models write to what linears return
+        out = self.down(F.gelu(inner))
+        out *= 2.0
+        return out
 
 
 def noisy(model: nn.Module, seed: int = 0) -> nn.Module:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from fastpar.comm.autograd import not_a_view
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.cross_entropy import expand_grad, reduce_loss
 from fastpar.ops._autograd import first_derivative_only, scale_by_upstream_
@@ -82,7 +83,9 @@ class LinearCrossEntropy(torch.autograd.Function):
         kept = prepared if is_compiling else (None, None, None)
         ctx.save_for_backward(hidden, weight, bias, target, lse, divisor, *kept)
         out = reduce_loss(loss, target, call.reduction, divisor)
-        return out, lse.to(loss.dtype).reshape(target.shape) if call.return_lse else None
+        # A copy, since lse is saved: what callers write to theirs in place must not reach backward.
+        own_lse = lse.to(loss.dtype, copy=True).reshape(target.shape) if call.return_lse else None
+        return not_a_view(out), None if own_lse is None else not_a_view(own_lse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import copy_to, gather_from, gather_sequence, reduce_from, reduce_scatter_sequence
+from fastpar.comm.autograd import not_a_view
 from fastpar.comm.recompute_cache import is_taping, kept
 from fastpar.ops._autograd import apply_plain, dtensor_grad
 from fastpar.ops.parallel_linear import torch_ops
@@ -374,12 +375,7 @@ def _run(
 
 def _computed(call: LinearCall, *arguments: Any) -> tuple[Sequence[Tensor], Tensor | None]:
     outs, whole = _in_chosen_dtypes(call.spec.function.compute, call, *arguments)
-    # Not as views: autograd refuses in-place operations on a view that a Function returns. And before they are kept: an
-    # operation in place must raise the version of what the tape has.
-    for j, out in enumerate(outs):
-        if out._is_view():
-            outs[j] = torch.ops.aten._unsafe_view(out, out.shape)
-    return outs, whole
+    return [not_a_view(out) for out in outs], whole
 
 
 def _sum_whole(call: LinearCall, dx: Tensor) -> Tensor:
