@@ -86,7 +86,8 @@ class SplitLogits(DTensor):
                 out = func(*args, **kwargs)
             return out if is_overload or not isinstance(first, SplitLogits) else _marked(out, first._comm)
         if isinstance(first, SplitLogits) and not any(map(_has_tensors, (*args[1:], *kwargs.values()))):
-            if name in _ELEMENTWISE or _is_in_place(name):
+            # Not what an index chooses: DTensor has no rule for it
+            if name in _ELEMENTWISE or (_is_in_place(name) and name != "__setitem__"):
                 with torch._C.DisableTorchFunctionSubclass():
                     out = func(*args, **kwargs)
                 return _marks_gradients(_marked(out, first._comm), first._comm)
@@ -103,9 +104,10 @@ class SplitLogits(DTensor):
             with torch._C.DisableTorchFunctionSubclass():
                 return _marked(func(*args), first._comm)
         if _is_in_place(name) and isinstance(first, SplitLogits):
+            what = "an index (logits[..., ids] = value)" if name == "__setitem__" else f"{name} with a tensor"
             raise TypeError(
-                f"logits that are split over the vocabulary cannot be changed by {name} with a tensor: write it out of "
-                "place, or pass gather_logits=True to fastpar.parallelize"
+                f"logits that are split over the vocabulary cannot be changed by {what}: write it out of place "
+                "(torch.where, masked_fill, index_fill), or pass gather_logits=True to fastpar.parallelize"
             )
         args, kwargs = tree_map_only(SplitLogits, _whole, (args, kwargs))
         return func(*args, **kwargs)

@@ -504,6 +504,9 @@ def _readings() -> None:
     assert [p.is_shard(halves.dim() - 1) for p in halves.placements] == [True]  # nothing was gathered
     with pytest.raises(TypeError, match=r"cannot be changed by masked_fill_ with a tensor: write it out of place"):
         logits.detach().masked_fill_(torch.ones(VOCAB, dtype=torch.bool), 0.0)
+    for index in (3, slice(10, None), torch.tensor([1, 4])):
+        with pytest.raises(TypeError, match=r"cannot be changed by an index .* write it out of place \(torch.where"):
+            logits.detach()[..., index] = -9.0
     assert "SplitLogits" not in str(type(copy.deepcopy(logits.detach())))
 
 
