@@ -72,7 +72,7 @@ from fastpar.zero.hooks import (
     containers,
     results_in,
 )
-from fastpar.zero.offload.shard_store import ShardStore
+from fastpar.zero.offload.shard_store import ShardStore, use_files
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.param_classes import guard_at_rest, release_at_rest
 from fastpar.zero.param_group import ParamGroup
@@ -113,7 +113,8 @@ class Stage3:
         self.persistent = frozenset(small_names(numels, options.persistent_share))
         plans = plan_units(model, options.units)
         owners = places_of(model, list(numels))
-        self.store = ShardStore.of(options.offload)
+        in_file = options.offload is not None and options.offload.parameters and options.offload.path is not None
+        self.store = use_files(partial(ShardStore.of, options.offload), groups.joined() if in_file else (), "open")
         self.formats = GatherFormats(options.param_wires)
         self.units = [
             ParamGroup(

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,7 @@ from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import ForwardHook, LoadStates, ZeroGrad, hook_casts
 from fastpar.zero.masters import Masters
-from fastpar.zero.offload.shard_store import DiskStates
+from fastpar.zero.offload.shard_store import DiskStates, use_files
 from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
 from fastpar.zero.reducer import forget_gradients
@@ -45,6 +45,7 @@ from fastpar.zero.stage3 import Stage3
 from fastpar.zero.state_dict import check_names, new_run, parts_of
 
 MODES = ("train", "eval")  # methods of optimizers that average weights
+T = TypeVar("T")
 
 
 class Zero:
@@ -103,7 +104,9 @@ class Zero:
         self._doors = SaveDoor(gathering), GenerateDoor(gathering)
         with self._holding_optim_params():
             self._adopt()
-            self._disks = self._make_disks()
+            self._disks: dict[int, DiskStates] = {}
+            if options.offload is not None and options.offload.path is not None:
+                self._disks = self._use_files(self._make_disks, "write")
         self._masters.note_versions()
         self._handles = self._hook()
 
@@ -213,8 +216,7 @@ class Zero:
             self._release()
             self._masters.write_back([param.optim_param for param in self.params])
             self._publish()
-            for disk in self._disks.values():
-                disk.put_away()
+            self._on_disks(DiskStates.put_away, "write")
 
     @contextmanager
     def overwriting(self) -> Iterator[list[HeldTensor]]:
@@ -234,8 +236,7 @@ class Zero:
             self._masters.write_back([param.optim_param for param in self.params])
             self._forget_scales(self.params)
             self._publish()
-            for disk in self._disks.values():
-                disk.put_away()
+            self._on_disks(DiskStates.put_away, "write")
 
     def _index_of_other(self, name: str, held: Tensor) -> Index:
         whole = self._frozen_at_first.get(name)
@@ -293,11 +294,18 @@ class Zero:
         return self.groups.of(param.parameter)
 
     def _load(self) -> None:
-        """Bring what is in files into memory, until the next step or forward."""
-        for disk in self._disks.values():
-            disk.load()
+        """Bring what is in files into memory, until the next step or forward. Collective."""
+        self._on_disks(DiskStates.load, "read")
         for storage in self.storages:
             storage.load()
+
+    def _on_disks(self, work: Callable[[DiskStates], object], operation: str) -> None:
+        if self._disks:
+            self._use_files(lambda: [work(disk) for disk in self._disks.values()], operation)
+
+    def _use_files(self, work: Callable[[], T], operation: str) -> T:
+        """`work` on the files of states, which fails on all ranks where it does on one. Collective."""
+        return use_files(work, self.groups.joined(), operation)
 
     def _frozen_at_rest(self) -> dict[int, nn.Parameter]:
         """Parameters that modules have at rest in the place of those that are not trained, by the id of these."""
@@ -355,7 +363,7 @@ class Zero:
                     # A skipped update has rounded nothing, and what lies in a file has new memory here
                     self._masters.write_back(some, () if may_skip else stepper.outputs)
 
-            disk.update(update)
+            self._use_files(partial(disk.update, update), "write")
         with annotate("fastpar::zero::publish"):  # stages 1 and 2 gather what was updated: the others may never step
             self._publish(self.optimizers.index(stepper.optimizer))
             if not self._waiting:
@@ -524,21 +532,18 @@ class Zero:
         """`optimizer.train()` and `.eval()` of an optimizer that has other weights for either, as schedule-free ones
         have: on what it updates. Collective."""
         self._look_around()
-        for disk in self._disks.values():
-            disk.load()
+        self._on_disks(DiskStates.load, "read")
         with torch.no_grad(), self._holding_optim_params():
             self._masters.follow()
             self._release()
             found = getattr(type(stepper.optimizer), mode)(stepper.optimizer, *args, **kwargs)
             self._masters.write_back([p for p in stepper.parameters() if id(p) in self._param_of])
             self._publish(self.optimizers.index(stepper.optimizer))
-            for disk in self._disks.values():
-                disk.put_away()
+            self._on_disks(DiskStates.put_away, "write")
         return found
 
     def _make_disks(self) -> dict[int, DiskStates]:
-        if self.offload is None or self.offload.path is None:
-            return {}
+        assert self.offload is not None
         return {
             id(stepper): DiskStates(self.offload, stepper.parameters(), stepper.optimizer) for stepper in self.steppers
         }

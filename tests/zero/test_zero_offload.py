@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fastpar as fp
+from fastpar.storage import StorageError
 from tests.dist import run_ranks
 from tests.forks import run_programs
 from tests.zero.zero_ranks import Parameters, assert_same, make_optimizer, optimizer_values
@@ -21,6 +26,11 @@ def wide() -> nn.Module:
     """256 KB of the middle weight, so that even a half of it goes to the file; biases stay."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 256, bias=False))
+
+
+def shard(model: nn.Module, kind: str, offload: str, stage: int) -> Any:
+    optimizer = make_optimizer(kind, model.parameters())
+    return fp.zero.shard(model, optimizer, group=dist.group.WORLD, stage=stage, offload=offload, timeout=20)
 
 
 def train(stage: int, dtype: torch.dtype, kind: str, offload: Any) -> Parameters:
@@ -54,6 +64,45 @@ def compare(folder: str, dtype: torch.dtype, kind: str) -> None:
         assert_same(train(stage, dtype, kind, f"nvme:{folder}"), expected, f"nvme, stage {stage}")
         small = fp.zero.Offload(folder, group_bytes=1 << 16, options={"backend": "threads"})
         assert_same(train(stage, dtype, kind, small), expected, f"nvme in small groups, stage {stage}")
+
+
+@contextmanager
+def small_files(is_here: bool) -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if is_here:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def check_files_of_one_rank(folder: str) -> None:
+    is_bad = dist.get_rank() == 1
+    nowhere = f"{folder}/{dist.get_rank() or '.'}"
+    for stage, offload in ((1, "nvme"), (3, "nvme"), (3, "nvme+parameters")):
+        with pytest.raises(StorageError, match="ENOENT" if is_bad else "rank 1: .* failed"):
+            shard(wide(), "ours", f"{offload}:{nowhere}", stage)
+    with small_files(is_bad), pytest.raises(StorageError, match="EFBIG" if is_bad else "rank 1: write failed"):
+        shard(wide(), "ours", f"nvme:{folder}", 1)
+
+    model = wide()
+    zero = shard(model, "ours", f"nvme:{folder}", 1)
+    model(torch.ones(4, 8)).square().mean().backward()
+    zero.optimizers[0].step()
+    model(torch.ones(4, 8)).square().mean().backward()
+    if is_bad:
+        (disk,) = zero._disks.values()
+        with open("/dev/full", "r+b", buffering=0) as full:
+            os.dup2(full.fileno(), disk._store._file.backing.descriptor)
+    with pytest.raises(StorageError, match="failed" if is_bad else "rank 1: write failed"):
+        zero.optimizers[0].step()
+    with pytest.raises(StorageError, match="failed" if is_bad else "rank 1: read failed"):
+        zero.state_dict()
+
+
+def test_a_file_of_states_that_fails_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
+    run_ranks(2, check_files_of_one_rank, str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ wrong guess is read again, into the same buffer.
 
 Note: failures. On CPUs that exchange, and one after the writes of a step, tell which ranks could not read or write, so
 that all ranks raise StorageError. On other devices it would have to wait for the device; there the other ranks meet
-their deadline.
+their deadline. What opens a file, and what reads and writes the states, which no device waits for, tells everywhere
+(`use_files`).
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -46,6 +48,8 @@ from fastpar.zero.flat import FlatLayout, FlatShards, PeerMemory, Upload, copy_r
 from fastpar.zero.groups import local, set_local
 from fastpar.zero.options import Offload
 from fastpar.zero.param_classes import mark_absent, mark_present
+
+T = TypeVar("T")
 
 
 class ShardStore:
@@ -386,6 +390,28 @@ def wait_for(transfers: list[Transfer]) -> OSError | None:
             failure = failure or error
     transfers.clear()
     return failure
+
+
+def use_files(work: Callable[[], T], comms: Sequence[Communicator], operation: str) -> T:
+    """`work()`; on every rank that these groups reach one after the other StorageError where the file of one fails.
+
+    Without it the other ranks would wait for that one in their next collective. Collective: an all-reduce of 8 bytes in
+    each group.
+    """
+    failure, found = None, []
+    try:
+        found.append(work())
+    except OSError as error:
+        failure = error
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    failed = torch.tensor([-1 if failure is None else rank], device="cpu")
+    for comm in comms:
+        comm.all_reduce(failed, "max", out=failed)
+    if failure is not None:
+        raise failure
+    if int(failed) >= 0:
+        raise StorageError(errno.EIO, f"rank {int(failed)}", operation, cause="that rank's own error says why")
+    return found[0]
 
 
 def _raise_on_all(failure: OSError | None, comm: Communicator, device: torch.device, operation: str) -> None:
