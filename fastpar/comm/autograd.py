@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from fastpar.comm.communicator import Communicator, GroupLike
 from fastpar.comm.groups import resolve_group
@@ -38,11 +39,14 @@ def not_a_view(x: Tensor) -> Tensor:
     """x, which a Function has made and nobody else reads, as a tensor that callers may write to in place: autograd
     refuses that for a view that a Function returns.
 
-    Before it is `kept`: an operation in place must raise the version of what the tape has.
+    Before it is `kept`: an operation in place must raise the version of what the tape has, and of what a dispatch mode
+    has kept (torch's selective checkpointing), which `detach` shares.
     """
     if torch.compiler.is_compiling() or not x._is_view():
         return x
-    own: Tensor = torch.ops.aten._unsafe_view(x, x.shape)
+    if forward_ad._current_level < 0:
+        return x.detach()
+    own: Tensor = torch.ops.aten._unsafe_view(x, x.shape)  # with its tangent, which the next collective refuses
     return own
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm.recompute_cache import Tape, recording
@@ -151,6 +152,7 @@ class UntriedBlock:
                 # A second run of the block has no trial: what one saves must not count, nor be kept, as the block's.
                 saved_tensors_hooks(lambda x: x, lambda x: x),
                 recording(Tape()),
+                _disable_current_modes(),
                 torch.inference_mode(False),
                 torch.enable_grad(),
                 torch.autocast("cpu", enabled=False),

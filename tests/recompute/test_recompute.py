@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 import fastpar as fp
 from fastpar import comm
@@ -1019,6 +1021,36 @@ def test_a_kept_output_of_a_parallel_linear_that_was_written_to_is_computed_agai
     run_ranks(2, write_to_a_kept_output)
 
 
+_PRODUCTS = [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
+KEEP_PRODUCTS = partial(create_selective_checkpoint_contexts, _PRODUCTS)
+
+
+def keep_products_by_torchs_checkpoint() -> None:
+    """A kept product is no partial sum that an all-reduce has written to, and writes to an output are noticed."""
+    group, x = torch.distributed.group.WORLD, torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    column, row = fp.tensor.ColumnParallelLinear(8, 16, group=group), fp.tensor.RowParallelLinear(16, 8, group=group)
+    column, row = column.double(), row.double()
+
+    def run(x: Tensor) -> Tensor:
+        return torch.tanh(row(torch.tanh(column(x))))
+
+    def run_in_place(x: Tensor) -> Tensor:
+        return row(column(x).add_(1.0))
+
+    expected = torch.autograd.grad(run(x).square().sum(), x)
+    found = torch.autograd.grad(
+        torch_checkpoint(run, x, use_reentrant=False, context_fn=KEEP_PRODUCTS).square().sum(), x
+    )
+    torch.testing.assert_close(found, expected)
+    out = torch_checkpoint(run_in_place, x, use_reentrant=False, context_fn=KEEP_PRODUCTS)
+    with pytest.raises(RuntimeError, match="cached during selective activation checkpoint has been mutated"):
+        out.square().sum().backward()
+
+
+def test_products_that_torchs_selective_checkpointing_keeps_are_summed_once() -> None:
+    run_ranks(2, keep_products_by_torchs_checkpoint)
+
+
 def run_parallel(sequence_parallel: bool) -> dict[str, Any]:
     """Collectives by direction and gradients under each policy, with microbatches of two lengths in flight."""
     torch.manual_seed(0)
@@ -1068,13 +1100,13 @@ class Residual(nn.Module):
 class Residuals(nn.Module):
     """Its blocks are tried at their first call, by a plan that is written."""
 
-    def __init__(self, *, is_checkpointed: bool) -> None:
+    def __init__(self, options: dict[str, Any] | None) -> None:
         super().__init__()
-        self.layers, self.is_checkpointed = nn.ModuleList(Residual() for _ in range(2)), is_checkpointed
+        self.layers, self.options = nn.ModuleList(Residual() for _ in range(2)), options  # of torch's checkpoint
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
-            x = torch_checkpoint(layer, x, use_reentrant=False) if self.is_checkpointed else layer(x)
+            x = layer(x) if self.options is None else torch_checkpoint(layer, x, use_reentrant=False, **self.options)
         return x
 
 
@@ -1083,9 +1115,9 @@ def first_step_of_tried_blocks() -> list[float]:
     x = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     errors = []
     with contextlib.closing(fp.init_mesh(tp=2)) as mesh:
-        for policy in (None, Full(), Selective()):
+        for policy, options in ((None, {}), (None, {"context_fn": KEEP_PRODUCTS}), (Full(), None), (Selective(), None)):
             torch.manual_seed(0)
-            model = Residuals(is_checkpointed=policy is None).double()
+            model = Residuals(options).double()
             whole = copy.deepcopy(model)
             fp.parallelize(model, mesh, plan)
             if policy is not None:

@@ -216,6 +216,9 @@ def matmul_all_reduce(
     """
     if rows.chunks == 1:
         total = matmul(a, matrices)
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # A mode may have kept the product (torch's selective checkpointing), to give it again for this rank's part.
+            total = total.clone()
         return launch(comm, "all_reduce", total, concurrent=rows.concurrent and busy, out=total)
     shape, features = a[0].shape[:-1], matrices[0].shape[1]
     flat = [as_matrix(x) for x in a]

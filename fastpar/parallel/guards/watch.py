@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import InputGuard
@@ -126,8 +127,10 @@ class Watch:
             self.data.check()
         self._end = model.register_forward_hook(self.after, always_call=True)
         self.eager.begin(model)
-        apart = self.inputs.before(model, args, kwargs)
-        self.stream.before(model, args, kwargs)
+        # What a look runs is not for selective checkpointing, nor counters of operations.
+        with _disable_current_modes():
+            apart = self.inputs.before(model, args, kwargs)
+            self.stream.before(model, args, kwargs)
         if model.training:
             self.draws.start(model, apart)
         if torch.is_grad_enabled() and not self.plan.is_part:
@@ -151,9 +154,10 @@ class Watch:
         self._end.remove()
         self._end = None
         self.eager.leave(output)
-        self.draws.check()
-        self.positions.check()
-        self.stream.after(model, output)
+        with _disable_current_modes():
+            self.draws.check()
+            self.positions.check()
+            self.stream.after(model, output)
 
 
 _SPLIT_STREAM = (
