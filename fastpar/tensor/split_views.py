@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.experimental import register_sharding
 
 from fastpar.tensor.dtensor_data import take_data
 from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
@@ -110,6 +111,7 @@ def watch_views(parameter: Tensor) -> None:
         read_whole_numbers_in_steps()
         _mark_copies()
         take_data(_is_split)
+        _answer_anomaly_mode()
         _SPLIT.add((parameter.shape, parameter._spec.placements))
 
 
@@ -128,6 +130,13 @@ def _mark_copies() -> None:
     for name in _VIEWS:
         setattr(DTensor, name, _marking(getattr(DTensor, name)))
     DTensor.__setitem__ = _refusing(DTensor.__getitem__, DTensor.__setitem__)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _answer_anomaly_mode() -> None:
+    """Let `torch.autograd.set_detect_anomaly` look at gradients that are DTensors, for which torch has no rule. Every
+    rank gets the answer of the whole gradient, so that all raise where one has found a NaN."""
+    register_sharding(torch.ops.aten._is_any_true.default)(lambda x: [([Replicate()], [Replicate()])])
 
 
 def _marking(view: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,6 +98,25 @@ def test_gradient_penalties_of_split_models_equal_one_process() -> None:
     run_ranks(2, penalties)
 
 
+def anomaly() -> None:
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    for sequence_parallel in (False, True):
+        split: Any = fp.parallelize(Model(), mesh, PLAN, sequence_parallel=sequence_parallel)
+        ids = torch.arange(10).view(2, 5)
+        with warnings.catch_warnings(), torch.autograd.set_detect_anomaly(True):
+            warnings.simplefilter("ignore")  # torch's, that it is slow; with an error, the forward's traceback
+            F.cross_entropy(split(ids).flatten(0, 1), ids.flatten()).backward()
+            if mesh.rank("tp") == 1:
+                split.blocks[0].mlp.up.weight.to_local().data.fill_(torch.inf)
+            with pytest.raises(RuntimeError, match="returned nan values"):
+                F.cross_entropy(split(ids).flatten(0, 1), ids.flatten()).backward()
+    mesh.close()
+
+
+def test_anomaly_mode_looks_at_gradients_of_split_models() -> None:
+    run_ranks(2, anomaly)
+
+
 def test_dropout_by_place_has_a_second_derivative() -> None:
     x = torch.randn(4, 5, dtype=torch.float64, requires_grad=True)
     (grad,) = torch.autograd.grad(fp.ops.sharded_dropout(x.sin(), 0.5, seed=3).square().sum(), x, create_graph=True)
