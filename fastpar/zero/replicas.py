@@ -303,10 +303,10 @@ class Connection:
             set_local(param.parameter, home)
         homes = {param.name: home for param, home, _ in astray}
         for param, held, attribute in self._places:
-            if (replacement := held.get(attribute)) is not param.parameter:
+            replacement = held.get(attribute)  # None: it was taken out of the module, as prune.remove does
+            if replacement is not None and replacement is not param.parameter:
                 held[attribute] = param.parameter
-                if replacement is not None:
-                    _set_aside(replacement, param.name, homes[param.name])
+                _set_aside(replacement, param.name, homes[param.name])
         return bool(changed)
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -1106,3 +1107,37 @@ def whole_file() -> None:
 
 def test_a_model_is_saved_whole_where_it_is_whole() -> None:
     run_ranks(SIZE, whole_file)
+
+
+# ---- parameters that are taken out of their modules
+
+
+def take_out(stage: int | None) -> tuple[list[Tensor], list[str]]:
+    """A mask is made permanent, and a bias is taken away: what was in its place is gone, whatever else was replaced."""
+    model, outs = Net(), []
+    nn.utils.prune.l1_unstructured(model.twice, "weight", 0.3)
+    optimizer = make_optimizer("sgd", model.parameters())
+    if stage is not None:
+        shard(model, optimizer, stage)
+    for step in range(3):
+        loss = loss_of_all(model, step) if stage is None else loss_here(model, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0:
+            nn.utils.prune.remove(model.twice, "weight")
+            model.last.bias = None
+        outs.append(model(torch.ones(2, 7)).detach())
+    return outs, sorted(model.state_dict())
+
+
+def taken_out() -> list[tuple[list[Tensor], list[str]]]:
+    return [take_out(stage) for stage in (0, 1, 2)]
+
+
+def test_a_parameter_that_is_taken_out_of_its_module_stays_out() -> None:
+    expected, names = take_out(None)
+    for of_rank in run_ranks(SIZE, taken_out):
+        for stage, (outs, found) in enumerate(of_rank):
+            assert found == names, stage
+            torch.testing.assert_close(outs, expected, rtol=1e-4, atol=1e-5, msg=f"stage {stage}")
