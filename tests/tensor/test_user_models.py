@@ -238,6 +238,44 @@ def test_partial_style_of_what_runs_after_the_sum_is_refused() -> None:
     run_ranks(2, _partial)
 
 
+def said_by(run: Callable[[], Any]) -> list[str]:
+    """What the logger "fastpar" says meanwhile."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("fastpar")
+    logger.addHandler(handler)
+    run()
+    logger.removeHandler(handler)
+    return said
+
+
+def _backward_hooks() -> None:
+    """What a block's hook is given is a term, and what the block around it is given is the gradient."""
+    whole = Model().double()
+    split: Any = fp.parallelize(copy.deepcopy(whole), dist.group.WORLD, BLOCKS)
+    seen: list[Tensor] = []
+    for model in (whole, split):
+        model.blocks[0].mlp.register_full_backward_hook(lambda _m, grads, _: seen.append(grads[0]))
+        model.blocks[1].register_full_backward_hook(lambda _m, grads, _: seen.append(grads[0]))
+    cross_entropy(whole).backward()
+    said = said_by(lambda: cross_entropy(split).backward())
+    assert any("blocks.0.mlp has a backward hook, whose grad_input is this rank's term" in text for text in said)
+    assert said_by(lambda: cross_entropy(split).backward()) == []
+    around, term = seen[2], seen[3]
+    torch.testing.assert_close(around, seen[0])
+    dist.all_reduce(term)
+    torch.testing.assert_close(term, seen[1])
+    with pytest.raises(TypeError, match=r"transforms of torch.func .* Take torch.autograd.grad"):
+        torch.func.grad(lambda values: torch.func.functional_call(split, values, ids()).sum())(
+            dict(split.named_parameters())
+        )
+
+
+def test_backward_hooks_in_blocks_are_warned_of_and_transforms_refused() -> None:
+    run_ranks(2, _backward_hooks)
+
+
 def _hooks() -> None:
     model = Model()
     model.blocks[1].mlp.up.register_forward_hook(lambda _m, _a, out: F.layer_norm(out, out.shape[-1:]))
@@ -296,13 +334,7 @@ def _between() -> None:
         assert len(getattr(parallel, "losses", "12")) == 2  # of the one forward
     model = fp.parallelize(Model(), dist.group.WORLD, BLOCKS, sequence_parallel=True)
     model.blocks[0].register_forward_hook(lambda *_: None)
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("fastpar")
-    logger.addHandler(handler)
-    model(ids())
-    logger.removeHandler(handler)
+    said = said_by(lambda: model(ids()))
     assert any("blocks.0 has a forward hook" in text for text in said)
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
 from fastpar.parallel.guards.agreement import InputGuard
@@ -26,6 +29,7 @@ from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.sequence import SequenceRegion
 
 FIRST, EVERY = 2, 256
+_log = logging.getLogger("fastpar")
 
 
 class Cadence:
@@ -82,6 +86,7 @@ class Watch:
         self.comm, self.device, self.plan = comm, device, plan
         self.cadence = Cadence()
         self._end: Any = None  # the handle of `after`, while a forward is watched
+        self._is_warned = False  # of hooks that see a part of a gradient
         self.eager = EagerLook()
         self.data: DataOfDTensors | None = None  # a copied model is not looked at
         self.inputs = InputGuard(comm, device)
@@ -117,6 +122,8 @@ class Watch:
             if not any(self.cadence.calls) and self.comm.size > 1:
                 warn_of_skipped_checks()
             return
+        if torch._C._are_functorch_transforms_active():
+            _refuse_transforms(model, args, kwargs)
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         self.remove()  # what a forward or backward that has failed has left
@@ -133,6 +140,8 @@ class Watch:
             self.stream.before(model, args, kwargs)
         if model.training:
             self.draws.start(model, apart)
+        if torch.is_grad_enabled() and not self._is_warned:
+            self._is_warned = _warn_of_backward_hooks(model, self.plan.blocks)
         if torch.is_grad_enabled() and not self.plan.is_part:
             self.gradients.start(model.named_parameters())
         split = {path: region for path, region in self.plan.layers.items() if region is not None}
@@ -166,6 +175,33 @@ _SPLIT_STREAM = (
     "an encoder, is whole, and does not fit there: pass it as an input of a block, or leave the stream whole "
     "(sequence_parallel=False, a mesh without tp_grid)"
 )
+
+
+def _warn_of_backward_hooks(model: nn.Module, blocks: Sequence[str]) -> bool:
+    """Whether there are some: hooks of others on a block or within, where the sum over the ranks is still to come."""
+    for path in blocks:
+        for name, module in model.get_submodule(path).named_modules(prefix=path):
+            if module._backward_hooks:
+                _log.warning(
+                    "%s has a backward hook, whose grad_input is this rank's term of the gradient: the sum over the "
+                    "tensor-parallel ranks is that of one process. The module around %s has the whole gradient",
+                    name,
+                    path,
+                )
+                return True
+    return False
+
+
+def _refuse_transforms(model: nn.Module, args: Any, kwargs: Any) -> None:
+    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    if any(
+        isinstance(x, torch.Tensor) and is_wrapped(x) for x in chain(model.parameters(), tree_leaves((args, kwargs)))
+    ):
+        raise TypeError(
+            "transforms of torch.func (grad, vjp, jvp, vmap) cannot pass through a model that fastpar.parallelize has "
+            "split: its parameters are DTensors, and its layers communicate. Take torch.autograd.grad(loss, "
+            "parameters), with create_graph=True for derivatives of it"
+        )
 
 
 def _add_note(error: BaseException, note: str) -> None:
