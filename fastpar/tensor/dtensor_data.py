@@ -52,6 +52,9 @@ class _Data:
             ("dtype", value.dtype, x.dtype),
             ("device", value.device, x.device),
         ):
+            if theirs != its and not isinstance(x, nn.Parameter):
+                _TORCHS.__set__(x, value)  # `model.double()` does so to gradients under ZeRO, which takes them up
+                return
             if theirs != its:
                 raise TypeError(
                     f"data of {name} {theirs} cannot be set to a DTensor of {name} {its}: convert the model as a whole "
