@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -24,19 +24,17 @@ def containers_in(values: Iterable[Any]) -> Iterator[Any]:
 
 def items_of(container: Any) -> Any:
     """What is in a container, as a plain one that stays as it is."""
-    return (
-        dict(container)
-        if isinstance(container, dict)
-        else set(container)
-        if isinstance(container, set)
-        else list(container)
-    )
+    if isinstance(container, dict):
+        return dict(container)
+    return set(container) if isinstance(container, set) else list(container)
 
 
 def put_back(container: Any, items: Any) -> None:
     """Have in the container what `items_of` has found there."""
-    container.clear()
-    container.update(items) if isinstance(container, dict | set) else container.extend(items)
+    # By the methods of the base: classes may refuse their own, as the outputs of transformers' models do.
+    base: Any = next(base for base in (OrderedDict, *CONTAINERS) if isinstance(container, base))
+    base.clear(container)
+    (base.update if issubclass(base, dict | set) else base.extend)(container, items)
 
 
 def with_own_containers(value: Any, memo: dict[int, Any] | None = None) -> Any:

@@ -534,6 +534,13 @@ def test_preserve_rng_false_is_for_functions_that_draw_nothing() -> None:
     assert torch.equal(x.grad != 0, out != 0)
 
 
+class Output(collections.OrderedDict[str, float]):
+    """Refuses some of its base's methods, as the outputs of transformers' models do."""
+
+    def update(self, *_: Any, **__: Any) -> None:  # type: ignore[override]
+        raise TypeError("an output takes no update")
+
+
 class Keeping(nn.Module):
     """A layer whose forward depends on what its calls so far have left, in one of several places."""
 
@@ -544,7 +551,7 @@ class Keeping(nn.Module):
         self.register_buffer("large", torch.zeros(1 << 15))
         self.calls, self.last, self.seen = 0, torch.zeros(width), [0.0]
         self.recent, self.counts = collections.deque([0.0], maxlen=2), collections.Counter(calls=1)
-        self.nested = {"per head": [[0.0]]}
+        self.nested, self.output = {"per head": [[0.0]]}, Output()
         if what == "power iteration":
             self.linear = nn.utils.parametrizations.spectral_norm(self.linear)
 
@@ -579,6 +586,9 @@ class Keeping(nn.Module):
         if self.what == "nested list":
             self.nested["per head"][0].append(float(h.detach().mean()))
             return x + h * sum(self.nested["per head"][0])
+        if self.what == "output":
+            self.output["mean"] = self.output.get("mean", 0.0) + float(h.detach().mean())
+            return x + h * self.output["mean"]
         if self.what == "python's generator":
             return x + h * random.random()
         if self.what == "numpy's generator":
@@ -588,12 +598,13 @@ class Keeping(nn.Module):
 
     def state(self) -> list[Any]:
         held = [self.calls, self.last.tolist(), list(self.seen), list(self.recent), dict(self.counts)]
+        held.append(dict(self.output))
         held.append(copy.deepcopy(self.nested))
         return [*held, *(buffer.tolist() for buffer in self.buffers()), random.getstate(), np.random.rand()]  # noqa: NPY002
 
 
 KEPT = ["batch norm", "buffer", "buffer bound anew", "large buffer", "attribute", "tensor", "list"]
-KEPT += ["deque", "counter", "nested list", "python's generator", "numpy's generator", "power iteration"]
+KEPT += ["deque", "counter", "nested list", "output", "python's generator", "numpy's generator", "power iteration"]
 
 
 @pytest.mark.parametrize("policy", [Full(), Selective(), Segments(2), ConstantMemory()], ids=lambda p: type(p).__name__)
