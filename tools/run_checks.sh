@@ -48,17 +48,19 @@ pytest_on() { # what is said of it, pytest arguments...
 # Four lanes of what does not look at the clock (see tests/conftest.py). They begin together: one alone would leave a core
 # idle now and then, and tests of ranks, which wait for each other and for deadlines, do so in two lanes. Lanes hold a
 # lock that the tests with a clock wait for, in the second lane of ranks, whose processes are there already. What is one
-# process at a time is in two lanes: in one, it would go on alone on its core when all others have ended.
+# process at a time is in two lanes, which share the plain tests: in one, it would go on alone on its core when all
+# others have ended.
 device_lane() { # pytest arguments...
   check "mypy" tools/in_env.sh mypy
   check "API reference" "$(tools/find_python.sh)" tools/make_docs.py
   check "pytest, device code" pytest_on "device" --part device "$@"
+  check "pytest, plain, half 1" pytest_on "plain, half 1" --shard 1/2 --part plain "$@"
 }
 
 plain_lane() { # pytest arguments...
   check "build of the C++ kernels under ASan and UBSan" env MAX_JOBS=1 tools/run_asan.sh --build
   check "C++ kernels under ASan and UBSan" tools/run_asan.sh --part plain --part ranks
-  check "pytest, plain" pytest_on "plain" --part plain "$@"
+  check "pytest, plain, half 2" pytest_on "plain, half 2" --shard 2/2 --part plain "$@"
 }
 
 ranks_lane() { # half, pytest arguments...
