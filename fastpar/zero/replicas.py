@@ -264,7 +264,9 @@ class Connection:
 
     def __init__(self, model: nn.Module | None, params: Sequence[ShardedParam], release: Callable[[], None]) -> None:
         self._release = release
-        self._homes = [(param, _memory(param.parameter), _memory(param.parameter).data_ptr()) for param in params]
+        # Detached: `.data = value` of a DTensor gives its local part, the same object, other memory.
+        homes = [(param, _memory(param.parameter).detach()) for param in params]
+        self._homes = [(param, home, home.data_ptr()) for param, home in homes]
         self._data = DataOfDTensors((param.name, param.parameter) for param in params)
         names = [param.name for param in params]
         places = {} if model is None else places_of(model, names)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -118,3 +119,31 @@ def set_data_of_dtensors() -> None:
 
 def test_setting_the_data_of_a_dtensor_is_an_error_in_stage_3_and_taken_before() -> None:
     run_ranks(SIZE, set_data_of_dtensors)
+
+
+def set_data_between_steps() -> None:
+    """Values that are set when no look at what torch counts no write of is due, every time anew."""
+    plan = {"0": "block", "0.up": "colwise", "0.down": "rowwise"}
+    x = torch.linspace(-1, 1, 12).view(3, 4)
+    torch.manual_seed(0)
+    whole = nn.Sequential(Block())
+    for stage in (1, 2):
+        models = [copy.deepcopy(whole), copy.deepcopy(whole)]
+        mesh = fp.init_mesh(dp_shard=2, tp=2)
+        fp.parallelize(models[1], mesh, plan)
+        optimizers = [make_optimizer("sgd", model.parameters()) for model in models]
+        fp.zero.shard(models[1], optimizers[1], group=mesh, stage=stage)
+        for step in range(6):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                if step > 2:
+                    for parameter in model.parameters():
+                        parameter.data = parameter.data * 0.9
+            torch.testing.assert_close(models[1](x), models[0](x))
+        mesh.close()
+
+
+def test_data_that_are_set_after_some_steps_are_trained_on() -> None:
+    run_ranks(4, set_data_between_steps)
