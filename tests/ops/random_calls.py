@@ -137,21 +137,13 @@ def play(make: Callable[[Draw], Case], seed: str, group: Any = None) -> None:
         # As plain PyTorch has it; what backward needs again is an error there, too.
         which = draw.choice(chosen)
         results[which].mul_(2.0)
-        try:
-            torch.autograd.backward([results[i] for i in chosen], mine)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
+        if not _backward([results[i] for i in chosen], mine):
             return
         upstream[which] = 2 * upstream[which].double()
     elif way == "changed input" and not case.writes and ranks == 1:
         with torch.no_grad():
             given[draw.choice(tuple(given))].add_(1.0)
-        try:
-            torch.autograd.backward([results[i] for i in chosen], mine)
-        except RuntimeError as error:
-            if "modified by an inplace operation" not in str(error):
-                raise
+        if not _backward([results[i] for i in chosen], mine):
             return
     elif way == "autograd.grad":
         leaves = [x for x in parts.values() if x.requires_grad]
@@ -174,6 +166,17 @@ def play(make: Callable[[Draw], Case], seed: str, group: Any = None) -> None:
             assert x.grad.dtype == dtype, name
             none = torch.zeros_like(whole[name])
             _assert_close(name, x.grad, _part(none if want is None else want, case.splits.get(name), rank), dtype)
+
+
+def _backward(results: Sequence[Tensor], grads: Sequence[Tensor]) -> bool:
+    """Whether backward took what was changed in place; False where it says that it needs the values of before."""
+    try:
+        torch.autograd.backward(results, grads)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        return False
+    return True
 
 
 def play_all(op: str, seeds: range) -> None:
