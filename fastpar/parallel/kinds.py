@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
 
+from fastpar.contracts.rehearsal import own_attributes, same_generators
 from fastpar.parallel.styles import Style
 from fastpar.parallel.trial import RecordedCall
 from fastpar.parallel.trial.copies import fresh_leaves, noisy_copy, sharing_copy
-from fastpar.tensor.rehearsal import own_attributes, same_generators
 
 _INDEX = re.compile(r"(^|_)(id|index|idx)$")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

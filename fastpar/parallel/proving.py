@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm.recompute_cache import Tape, recording
+from fastpar.contracts.rehearsal import same_generators
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
 from fastpar.parallel.kinds import alike, called_alike
@@ -54,7 +55,6 @@ from fastpar.parallel.trial import (
 )
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import has_hooks, has_own_forward
-from fastpar.tensor.rehearsal import same_generators
 
 # A block that holds other styles is not tried: virtual ranks do not know what a subclass does.
 _TRIED = (ColwiseStyle, RowwiseStyle, HeadsStyle, PartialStyle, ReplicateStyle, DropoutStyle)

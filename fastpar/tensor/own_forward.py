@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator, gather_from, shard_sizes
-from fastpar.tensor.rehearsal import same_generators
+from fastpar.contracts.rehearsal import same_generators
 
 _ROWS = 3  # of the random input
 _METADATA = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.tensor.rehearsal import attributes_as_they_were
+from fastpar.contracts.rehearsal import attributes_as_they_were
 from fastpar.tensor.sequence import SequenceRegion, map_hidden, map_output
 
 _log = logging.getLogger("fastpar")

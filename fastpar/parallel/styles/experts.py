@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
+from fastpar.contracts.rehearsal import same_generators
 from fastpar.parallel.stacked_experts import (
     ExpertSpread,
     inner_cuts,
@@ -47,7 +48,6 @@ from fastpar.tensor import layout_of
 from fastpar.tensor.binding import Adoption, BoundGroup
 from fastpar.tensor.grid_layout import AxisCut, GridLayout
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
-from fastpar.tensor.rehearsal import same_generators
 
 _PROOF_TOKENS = 5
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from fastpar.contracts.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.parallel.trial.copies import own_copy
-from fastpar.tensor.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.tensor.sequence import map_hidden
 
 

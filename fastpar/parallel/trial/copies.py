@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from fastpar.contracts.rehearsal import same_generators
 from fastpar.parallel.stacked_experts import is_stacked
-from fastpar.tensor.rehearsal import same_generators
 
 
 def noisy_copy(module: nn.Module) -> nn.Module:
