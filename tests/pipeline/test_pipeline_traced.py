@@ -212,7 +212,7 @@ class Cases(nn.Module):
         ("", ["aa"], r"split point 'aa' is no module of this model; near misses: \['a'"),
         ("", ["b", "a"], r"'a' is not called after \['b'\]"),
         ("branch", ["b"], "cannot be traced between its split points: symbolically traced"),
-        ("dropout", ["b"], "functional dropout between split points"),
+        ("dropout", ["b"], r"something else in training than in evaluation .*functional dropout"),
         ("rest", ["b"], r"the traced forward uses \*rest"),
         ("apart", ["b", "c"], r"part 1 uses nothing that part 0 computes \(split points \['b', 'c'\]\)"),
     ],
@@ -220,3 +220,112 @@ class Cases(nn.Module):
 def test_what_cannot_be_traced_is_explained(case: str, points: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         partition(Cases(case), split_points=points)
+
+
+class Watched(nn.Module):
+    """One thing per name that a graph does not keep: the parts would be another model."""
+
+    def __init__(self, case: str) -> None:
+        super().__init__()
+        self.case, self.a, self.b, self.c = case, nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+        self.calls, self.kept = 0, {"hidden": [torch.zeros(())]}
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float = 4.0) -> Tensor:
+        if self.case == "no_grad":
+            with torch.no_grad():
+                x = self.a(x)
+        if self.case == "autocast":
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.a(x).float()
+        if self.case == "random":
+            x = x + torch.randn(4)
+        if self.case == "attribute":
+            self.calls += 1
+        if self.case == "container":
+            self.kept["hidden"].append(x)
+        if self.case == "training" and not self.training:
+            x = x * 2
+        if self.case == "type" and not isinstance(x, Tensor):
+            x = x[0]
+        hidden = self.a(x)
+        if self.case == "mask" and mask is None:
+            hidden = hidden.cumsum(1)
+        if self.case == "norm":
+            hidden = self.norm(hidden)
+        out = self.b(hidden)
+        if self.case == "written":
+            hidden.mul_(2)
+        if self.case == "norm":
+            out = self.norm(out)
+        return self.c(out * scale**0.5) + hidden + (0 if mask is None or self.case != "mask" else mask)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("no_grad", "runs a with gradients enabled: False"),
+        ("autocast", "runs a with autocast of cpu: torch.bfloat16"),
+        ("random", "between its split points: it draws random numbers"),
+        ("attribute", r"changes self\.calls of Watched, which"),
+        ("container", r"changes self\.kept of Watched, which"),
+        ("training", "something else in training than in evaluation"),
+        ("type", "forward asks for the type of x"),
+    ],
+)
+def test_what_a_graph_would_not_keep_is_refused(case: str, message: str) -> None:
+    model = Watched(case)
+    state, kept, drawn = dict(vars(model)), list(model.kept["hidden"]), torch.get_rng_state()
+    with pytest.raises(ValueError, match=message):
+        partition(model, split_points=["b"])
+    assert vars(model) == state
+    assert len(model.kept["hidden"]) == len(kept)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), drawn)
+
+
+def test_hooks_of_traced_modules_are_refused() -> None:
+    model = net()
+    model.encoder.register_forward_hook(lambda module, args, output: output * 2)
+    with pytest.raises(ValueError, match=r"Encoder contains a split point.*its hook .* would not run"):
+        partition(model, split_points=POINTS)
+    model.encoder._forward_hooks.clear()
+    model.encoder.norm.register_forward_hook(lambda module, args, output: output * 2)
+    assert partition(model, split_points=POINTS).num_parts == 4
+
+
+@pytest.mark.parametrize("case", ["", "mask"])
+def test_an_optional_input_on_which_code_decides_has_to_be_given(case: str) -> None:
+    torch.manual_seed(0)
+    model = Watched(case)
+    x, mask = torch.randn(3, 4), torch.randn(3, 4)
+    with torch.no_grad():
+        without, given = model(x), model(x, mask, scale=9.0)
+        stages = partition(model, split_points=["b"]).stages([0, 1])
+
+        def run(**keywords: Any) -> Any:
+            received, _ = stages[0].run((x,), keywords)
+            return stages[1].run(received, keywords)[0]
+
+        assert torch.equal(run(mask=mask, scale=9.0), given)
+        if case == "":
+            assert torch.equal(run(), without)
+            return
+        for missing in ({}, {"mask": None}):
+            with pytest.raises(TypeError, match="the forward of Watched is another one without mask"):
+                run(**missing)
+
+
+def test_tensors_of_several_parts_are_not_written_to_by_one() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(3, 4)
+    stages = partition(Watched("written"), split_points=["b", "c"]).stages(range(3))
+    with torch.no_grad():
+        received, _ = stages[0].run((x,))
+        with pytest.raises(RuntimeError, match="part 1 of Watched has written to a in place"):
+            stages[1].run(received)
+    stages = partition(Watched("norm"), split_points=["b"]).stages([0, 1])
+    with pytest.raises(RuntimeError, match=r"part 0 of Watched has written to norm\.num_batches_tracked in place"):
+        stages[0].run((x,))
+    stages = partition(Watched("norm").eval(), split_points=["b"]).stages([0, 1])
+    stages[0].run((x,))

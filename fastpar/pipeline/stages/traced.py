@@ -5,14 +5,17 @@ with its own forward, names and hooks. A tensor that the next part uses is passe
 goes there directly, as a skip tensor. Inputs of the model that have a default (masks) are keyword inputs of the parts
 that use them; the others come in at part 0 and are sent on to where they are used.
 
-The traced code may not branch on values of tensors, on optional inputs or on `training`, and hooks of traced modules do
-not run. torch.distributed.pipelining traces with torch.export instead, which fixes the shapes as well and dissolves
+The traced code may not branch on values of tensors or on `training`, and what else a graph does not keep is refused
+(`tracing.trace`). Where it branches on an optional input, the parts are those of calls that give it, and need it. Each
+part has its own copy of a tensor that several use: one that changes what later parts use as well is an error.
+torch.distributed.pipelining traces with torch.export instead, which fixes the shapes as well and dissolves
 modules into operators, so that no plan for tensor parallelism fits them.
 """
 
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +27,7 @@ from fastpar.pipeline.stages.calling import Keywords, StageOutput
 from fastpar.pipeline.stages.carve import PartShare, Shares
 from fastpar.pipeline.stages.chain import Edge
 from fastpar.pipeline.stages.placement import StagePlacement
+from fastpar.pipeline.stages.tracing import CONSTANT, Traced, trace
 
 
 class TracedModel:
@@ -37,7 +41,7 @@ class TracedModel:
         self.model = model
         self.traced = {path.rpartition(".")[0] for path in split_points}
         self.traced |= {p.rsplit(".", depth)[0] for p in self.traced for depth in range(1, p.count(".") + 1)} | {""}
-        self.graph = self._trace(split_points)
+        self.graph, self.deciding = self._trace(split_points)
         self._parts = self._parts_of_nodes(split_points)
         self.num_parts = len(split_points) + 1
         users: dict[str, set[int]] = {path: set() for path in self._leaves()}
@@ -66,7 +70,7 @@ class TracedModel:
         shares = Shares()
         modules = {part: self._module(part, shares.of_part(part)) for part in parts}
         shares.finish()
-        for name in [name for name in vars(self.model) if name.startswith("_tensor_constant")]:
+        for name in [name for name in vars(self.model) if name.startswith(CONSTANT)]:
             delattr(self.model, name)  # the tracer put it there, and the parts have it now
         for path, owners in self.owners.items():
             if not set(owners) & set(parts) and hasattr(self.model, path.partition(".")[0]):
@@ -79,7 +83,7 @@ class TracedModel:
 
     # The graph.
 
-    def _trace(self, split_points: Sequence[str]) -> fx.Graph:
+    def _trace(self, split_points: Sequence[str]) -> Traced:
         paths = [path for path, _ in self.model.named_modules(remove_duplicate=False) if path]
         for path in split_points:
             if path not in paths:
@@ -88,21 +92,16 @@ class TracedModel:
             if path in self.traced:
                 raise ValueError(f"split point {path!r} contains another split point")
         try:
-            graph = _Tracer(self.traced).trace(self.model)
+            graph, deciding = trace(self.model, self.traced)
         except Exception as error:
             raise ValueError(
                 f"the forward of {type(self.model).__name__} cannot be traced between its split points: {error}. "
                 "Describe it as an Architecture, or list its parts as modules (Partition.of_modules)"
             ) from error
         for node in graph.nodes:
-            if node.op == "call_function" and "dropout" in getattr(node.target, "__name__", ""):
-                raise ValueError(
-                    f"{node.name}: functional dropout between split points would keep the mode in which it was traced, "
-                    "training or not; make it an nn.Dropout"
-                )
             if node.op == "placeholder" and str(node.target).startswith("*") and node.users:
                 raise ValueError(f"the traced forward uses {node.target}; give its inputs names")
-        return graph
+        return Traced(graph, deciding)
 
     def _parts_of_nodes(self, split_points: Sequence[str]) -> dict[fx.Node, int]:
         parts: dict[fx.Node, int] = {}
@@ -125,9 +124,11 @@ class TracedModel:
         return {self._parts[node]}
 
     def _inputs(self, part: int) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(inputs of the model without a default, those with one that this part uses)."""
+        """(inputs of the model without a default, those with one that this part takes)."""
         nodes = [n for n in self.graph.nodes if n.op == "placeholder" and not str(n.target).startswith("*")]
-        return [n for n in nodes if not n.args], [n for n in nodes if n.args and part in self._used_in(n)]
+        decides = self.deciding if part == 0 else frozenset()  # which is looked at there
+        optional = [n for n in nodes if n.args and (part in self._used_in(n) or n.target in decides)]
+        return [n for n in nodes if not n.args], optional
 
     def _crossings(self) -> Iterator[tuple[int, int, fx.Node]]:
         """(part that computes it, later part that uses it, value), in the order of the graph."""
@@ -164,6 +165,8 @@ class TracedModel:
         for path, owners in self.owners.items():
             if part in owners and path not in root:
                 _place(module, path, self._own(path, share))
+            elif part not in owners and isinstance(original := _get(self.model, path), nn.Module):
+                _place(module, path, Absent(original, path, owners[0]))  # so that plans know that it exists
         for inner in module.modules():
             if inner is module or type(inner) is nn.Module:  # made here, to hold others
                 inner.training = self.model.training
@@ -173,13 +176,32 @@ class TracedModel:
                 parent, _, name = path.rpartition(".")
                 module.get_submodule(parent)._non_persistent_buffers_set.add(name)
         if part == 0:
-            required = [str(node.target) for node in self._inputs(0)[0]]
-            module.register_forward_pre_hook(_Positional(tuple(required)))
+            required, optional = self._inputs(0)
+            decide = {str(node.target): node.args[0] for node in optional if node.target in self.deciding}
+            check = _CheckedInputs(tuple(str(node.target) for node in required), decide)
+            module.register_forward_pre_hook(check, with_kwargs=True)
+        if watched := self._watched(module, part):
+            module.register_forward_pre_hook(watched.before, with_kwargs=True)
+            module.register_forward_hook(watched.after)
         return module
 
+    def _watched(self, module: nn.Module, part: int) -> _Unchanged | None:
+        """What comes in here and is used by later parts too, and the buffers that other parts have as well."""
+        _, optional = self._inputs(part)
+        later = {node.name for _, destination, node in self._crossings() if destination > part}
+        later |= {str(node.target) for node in optional if max(self._used_in(node), default=0) > part}
+        # In the order of the module's inputs, which come by position or by name.
+        inputs = tuple(inspect.signature(module.forward).parameters)
+        shared = [path for path, owners in self.owners.items() if len(owners) > 1 and part in owners]
+        buffers = [
+            n for n, _ in module.named_buffers() if any(n == path or n.startswith(f"{path}.") for path in shared)
+        ]
+        if not buffers and later.isdisjoint(inputs):
+            return None
+        return _Unchanged(part, inputs, frozenset(later), tuple(buffers))
+
     def _own(self, path: str, share: PartShare) -> Any:
-        parent, _, name = path.rpartition(".")
-        original = getattr(self.model.get_submodule(parent), name)
+        original = _get(self.model, path)
         return share.tensor(original) if isinstance(original, Tensor) else share.module(original)
 
     def _part_graph(self, part: int) -> fx.Graph:
@@ -206,29 +228,64 @@ class TracedModel:
         return graph
 
 
-class _Tracer(fx.Tracer):
-    """Looks into the modules that contain a split point."""
-
-    def __init__(self, traced: set[str]):
-        super().__init__()
-        self.traced = traced
-
-    def is_leaf_module(self, module: nn.Module, path: str) -> bool:
-        return path not in self.traced
-
-
 @dataclass(frozen=True)
-class _Positional:
-    """Optional inputs may be needed on later parts, which get keywords only."""
+class _CheckedInputs:
+    """Optional inputs may be needed on later parts, which get keywords only; without some the graph is another one.
+
+    required  names of the inputs without a default
+    deciding  the inputs that have to be given, and their defaults
+    """
 
     required: tuple[str, ...]
+    deciding: Mapping[str, Any]
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        name = type(module).__name__
         if len(args) > len(self.required):
             raise TypeError(
-                f"part 0 of {type(module).__name__} got {len(args)} positional inputs; pass all but "
+                f"part 0 of {name} got {len(args)} positional inputs; pass all but "
                 f"{list(self.required)} by name, so that every part that uses them gets them"
             )
+        if missing := [key for key, default in self.deciding.items() if kwargs.get(key, default) is default]:
+            raise TypeError(
+                f"the forward of {name} is another one without {', '.join(missing)}, and was traced with: give it in "
+                "every step, or cut a module around the model whose forward calls it without"
+            )
+
+
+class _Unchanged:
+    """A part's own copies of tensors of which other parts have theirs: that its forward does not write to them.
+
+    inputs   names of the part's inputs, of which `later` are used by later parts too
+    buffers  names of buffers that other parts have
+    """
+
+    def __init__(self, part: int, inputs: tuple[str, ...], later: frozenset[str], buffers: tuple[str, ...]):
+        self._part, self._inputs, self._later, self._buffers = part, inputs, later, buffers
+        self._before: list[tuple[str, Tensor, int]] = []
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = {**dict(zip(self._inputs, args, strict=False)), **kwargs}
+        found = {name: value for name, value in given.items() if name in self._later}
+        found |= {name: module.get_buffer(name) for name in self._buffers}
+        self._before = [
+            (name, x, x._version) for name, x in found.items() if isinstance(x, Tensor) and not x.is_inference()
+        ]
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        before, self._before = self._before, []
+        for name, x, version in before:
+            if x._version != version or (name in self._buffers and module.get_buffer(name) is not x):
+                raise RuntimeError(
+                    f"part {self._part} of {type(module).__name__} has written to {name} in place, of which other "
+                    "parts have copies that stay as they were: write to a copy of it, or choose other split points"
+                )
+
+
+def _get(model: nn.Module, path: str) -> Any:
+    """A module, parameter, buffer or other attribute of the model's modules."""
+    parent, _, name = path.rpartition(".")
+    return getattr(model.get_submodule(parent), name)
 
 
 def _place(module: nn.Module, path: str, value: Any) -> None:
