@@ -56,6 +56,7 @@ def parallelize_pipeline(
     num_microbatches: int | None = None,
     schedule_options: Mapping[str, Any] | None = None,
     layout: str | Sequence[int] | None = None,
+    split_points: Sequence[str] | None = None,
     costs: UnitCosts = "flops",
     architecture: Architecture | None = None,
     loss: Loss | None = None,
@@ -79,6 +80,8 @@ def parallelize_pipeline(
                       such as {"stages_per_rank": 2}; or a Schedule for as many ranks as the "pp" dim has
     layout, costs     how layers fall on parts: by default so that the costliest rank costs least
                       (`fastpar.pipeline.partition`)
+    split_points      in the place of a layout: paths of the modules at which the second part and all after it begin. A
+                      model of any shape is cut at them, by a trace of the code between its modules
     architecture      which modules are the embedding, layers, norm and head (`fastpar.pipeline.Architecture`); None:
                       found by the names of known models, or by the order in which the model calls its modules
     loss, reduction, optimizer, timeout    as for `Pipeline`; without a loss, a model that takes `labels` (all of
@@ -129,8 +132,8 @@ def parallelize_pipeline(
         with trial_of(region):  # it runs the model: uncut
             plan = proven_on(model, mesh.size("tp"), grid, sequence_parallel=cuts_tokens)
     chain = schedule.chains[0]
-    cut: dict[str, Any] = {"layout": layout}
-    if layout is None:
+    cut: dict[str, Any] = {"layout": layout, "split_points": split_points}
+    if layout is None and split_points is None:
         ranks = [schedule.stage_ranks[stage] for stage in chain.stages]
         cut = {"num_parts": schedule.num_parts, "costs": costs, "stage_ranks": ranks}
     computes_loss = (
@@ -147,7 +150,8 @@ def parallelize_pipeline(
             check_weights=check_weights,
         )
     if whole.num_parts != schedule.num_parts:
-        raise ValueError(f"layout {layout!r} has {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
+        given = f"layout {layout!r} has" if split_points is None else f"split_points {list(split_points)} make"
+        raise ValueError(f"{given} {whole.num_parts} parts, but the schedule needs {schedule.num_parts}")
     head: ShardedHead | None = None
     if shard_head:
         assert whole.head is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -119,3 +120,74 @@ def _taken_out_again() -> bool:
 
 def test_unparallelized_parts_are_the_model_again() -> None:
     assert all(run_ranks(2, _taken_out_again))
+
+
+class Unusual(nn.Module):
+    """Reads the sizes of its ids, keeps its modules in a dict, and ties its head: parts run no such forward on hidden
+    states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        blocks = [
+            nn.ModuleDict({"norm": nn.LayerNorm(8), "up": nn.Linear(8, 12), "down": nn.Linear(12, 8)}) for _ in range(4)
+        ]
+        self.inner = nn.ModuleDict({"tok": nn.Embedding(13, 8), "pos": nn.Embedding(9, 8), "h": nn.ModuleList()})
+        self.inner.h.extend(_Residual(block) for block in blocks)
+        self.head = nn.Linear(8, 13, bias=False)
+        self.head.weight = self.inner.tok.weight
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        rows, length = ids.size()
+        hidden = self.inner.tok(ids) + self.inner.pos(torch.arange(0, length))
+        for block in self.inner.h:
+            hidden = block(hidden)
+        logits = self.head(hidden).view(rows * length, -1)
+        return nn.functional.cross_entropy(logits, targets.view(-1))
+
+
+class _Residual(nn.Module):
+    def __init__(self, layers: nn.ModuleDict) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        inner = self.layers.up(self.layers.norm(hidden))
+        return hidden + self.layers.down(nn.functional.gelu(inner))
+
+
+def _split_points(schedule: str, points: list[str]) -> list[str]:
+    torch.manual_seed(0)
+    model = Unusual()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    whole = copy.deepcopy(model)
+    mesh = fp.init_mesh(pp=2, tp=2)
+    plan = {"inner.h.*.layers.up": "colwise", "inner.h.*.layers.down": "rowwise"}
+    pipe = fp.parallelize_pipeline(
+        model, mesh, schedule, num_microbatches=2, split_points=points, plan=plan, timeout=50
+    )
+    for length in (7, 5):
+        ids, targets = torch.randint(0, 13, (4, length)), torch.randint(0, 13, (4, length))
+        expected = whole(ids, targets)
+        expected.backward()
+        torch.testing.assert_close(pipe.step(ids, targets=targets), expected.detach())
+    grads = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
+    names = []
+    for stage in pipe.stages.values():
+        for name, parameter in stage.module.named_parameters():
+            grad = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+            torch.testing.assert_close(grad, grads[name], msg=name)
+            names.append(name)
+    mesh.close()
+    return names
+
+
+@pytest.mark.parametrize(
+    ("schedule", "points"), [("1f1b", ["inner.h.1"]), ("zbv", ["inner.h.0", "inner.h.2", "inner.h.3"])]
+)
+def test_models_cut_at_split_points_are_pipelines_with_split_layers(schedule: str, points: list[str]) -> None:
+    found = run_ranks(4, _split_points, schedule, points)
+    assert {name for names in found for name in names} | {"head.weight"} == {
+        name for name, _ in Unusual().named_parameters(remove_duplicate=False)
+    }
+    assert found[0] == found[1] != found[2]

@@ -47,18 +47,19 @@ def infer_architecture(model: nn.Module) -> Architecture:
     raise ValueError(
         f"{name} has module names of no known architecture, and its layers cannot be found by running it ({why}). "
         "Describe it: architecture=fastpar.pipeline.Architecture(embedding=..., "
-        f"layers={longest!r}, norm=..., head=...) for parallelize_pipeline and partition; cut it at any modules: "
-        "partition(model, split_points=[...]); or list its parts as modules: Partition.of_modules([...])"
+        f"layers={longest!r}, norm=..., head=...) for parallelize_pipeline and partition; have them cut it at any "
+        "modules: split_points=[...]; or list its parts as modules: Partition.of_modules([...])"
     )
 
 
 def _lists(model: nn.Module) -> Iterator[str]:
-    """Outermost lists of modules."""
-    found: list[str] = []
+    """Outermost lists of modules, and those in a dict of modules, which may be no more than names for them."""
+    outer: list[str] = []
     for path, module in model.named_modules():
-        if path and isinstance(module, CHAINS) and len(module) and not any(path.startswith(f"{p}.") for p in found):
-            found.append(path)
-    yield from found
+        if path and isinstance(module, CHAINS) and len(module) and not any(path.startswith(f"{p}.") for p in outer):
+            if not isinstance(module, nn.ModuleDict):
+                outer.append(path)
+            yield path
 
 
 def _weight(module: nn.Module) -> int:

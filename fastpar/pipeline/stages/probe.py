@@ -197,8 +197,9 @@ def check_head(name: str, path: str, recording: Recording, head: nn.Module) -> N
 
 _ADVICE = (
     "Give every unit what it needs from the hidden states and the batch alone (switch off what reads other layers, "
-    "such as router losses), choose a layout that keeps these modules on one part, or list the model's parts as "
-    "modules that pass such tensors on (Partition.of_modules with edges)"
+    "such as router losses), choose a layout that keeps these modules on one part, have the code between modules "
+    "traced (split_points=[...] in the place of a layout), or list the model's parts as modules that pass such tensors "
+    "on (Partition.of_modules with edges)"
 )
 
 
