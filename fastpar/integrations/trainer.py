@@ -108,6 +108,20 @@ class MeshTrainer(Trainer):
         """Rows of a step."""
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.mesh.size("dp"))
 
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The Trainer's own, whose terms are averaged over data-parallel ranks whether they divide by the number of
+        items or are means of this rank's, as the losses of classifiers and of routers are."""
+        own: Any = super().compute_loss
+        ranks = self.mesh.size("dp")
+        counted = num_items_in_batch is not None and self.args.average_tokens_across_devices
+        if ranks == 1 or not counted or own.__func__ is not Trainer.compute_loss:
+            return own(model, inputs, return_outputs, num_items_in_batch)
+        # The Trainer divides by the items of all ranks and multiplies what comes out by the number of ranks.
+        found = own(model, inputs, return_outputs, num_items_in_batch / ranks)
+        return (found[0] / ranks, *found[1:]) if return_outputs else found / ranks
+
     def prediction_step(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's own, with all logits on every rank."""
         with gathered([m for m in self.model.modules() if isinstance(m, VocabParallelHead)]):

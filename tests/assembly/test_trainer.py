@@ -157,6 +157,31 @@ def test_trainer_over_a_mesh_trains_evaluates_saves_and_resumes_as_in_one_proces
             torch.testing.assert_close(found["weights"][name], value, rtol=1e-2, atol=2e-3, msg=name)
 
 
+def _classifier(folder: str, stage: int | None) -> list[tuple[float, float]]:
+    """Its loss is a mean of the batch's rows, whatever number of items the Trainer gives it."""
+    from transformers import LlamaForSequenceClassification, Trainer
+
+    from fastpar.integrations.trainer import MeshTrainer
+
+    _quiet()
+    config = build_model("llama", torch.float32).config
+    config.num_labels, config.pad_token_id = 3, 0
+    torch.manual_seed(1)
+    model = LlamaForSequenceClassification(config)
+    rows = [{"input_ids": row["input_ids"], "labels": n % 3} for n, row in enumerate(_rows()[:8])]
+    mesh = fp.init_mesh(device="cpu") if stage is None else fp.init_mesh(dp_shard=2, device="cpu")
+    options = {"model": model, "args": _arguments(folder, 4 // mesh.size("dp"), max_steps=2), "train_dataset": rows}
+    trainer = Trainer(**options) if stage is None else MeshTrainer(**options, mesh=mesh, stage=stage)
+    trainer.train()
+    return _history(trainer)
+
+
+def test_a_loss_that_is_a_mean_is_averaged_over_the_ranks_of_a_mesh(tmp_path: Path) -> None:
+    plain = torch.tensor(run_ranks(1, _classifier, str(tmp_path), None)[0])
+    for found in run_ranks(2, _classifier, str(tmp_path), 2):
+        torch.testing.assert_close(torch.tensor(found), plain, rtol=2e-3, atol=1e-5)
+
+
 def _loop_of_accelerate() -> None:
     from torch.utils.data import DataLoader
 
