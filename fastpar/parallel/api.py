@@ -7,9 +7,9 @@ with the trained weights.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -31,6 +31,7 @@ from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
 from fastpar.parallel.token_mixing import refuse_mixing
+from fastpar.parallel.trial import Example
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor import Grid
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
@@ -50,6 +51,7 @@ def parallelize(
     sync_weights: str = "check",
     overlap: bool | Overlap = True,
     context: Context | ContextRegion | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> M:
     """Split a model's layers over the tensor-parallel group, in place; returns the model.
 
@@ -77,15 +79,19 @@ def parallelize(
                        is: for parts of one model that share it
     overlap            let collectives travel during the layers' GEMMs (`fastpar.ops.parallel_linear`), as measured
                        earlier on rank 0's machine (`fastpar.ops.measure_overlap`); False: not, with the same numbers
+    example_inputs     what the model runs with once to see how its modules call each other: a dict of keyword inputs or
+                       a tuple of positional ones, the same on every rank; a few tokens, or one small picture, will do.
+                       None: a few ids, which models of images, sound, or two sequences do not take
 
     Parameters become DTensors on the group's mesh, sharded or replicated, under their old names; so build the optimizer
     afterwards. Every rank must call it with the same model and plan. Collectives per forward: 2 per transformer layer
     (all-reduces; with `sequence_parallel` an all-gather and a reduce-scatter in the place of each), one for the
     embedding, and one small one for the loss.
 
-    The model, its hooks included, runs once on a few ids, and copies of one block of each kind run whole and on virtual
-    ranks, before anything is changed. Blocks of a written or declared plan that do not run then, as of models that take
-    no ids and of a pipeline's stages, are tried when they are called first: ValueError in that forward.
+    The model, its hooks included, runs once on these or on a few ids, and copies of one block of each kind run whole
+    and on virtual ranks, before anything is changed. Blocks of a written or declared plan that do not run then, as of
+    models that take no ids and of a pipeline's stages, are tried when they are called first: ValueError in that
+    forward.
 
     The logger "fastpar.parallelize" says on the first rank what was split (INFO), and what "auto" would have split and
     has left whole (WARNING).
@@ -116,9 +122,10 @@ def parallelize(
             for group in (split.experts, split.etp):
                 sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
     split.context = _region(model, mesh, context, attention_of(model, plan))
+    example = Example.of(example_inputs, comm)
     if isinstance(plan, str):
         with trial_of(split.context):
-            plan = proven_on(model, comm.size, grid, sequence_parallel=sequence_parallel)
+            plan = proven_on(model, comm.size, grid, example, sequence_parallel=sequence_parallel)
     styles = match_plan(model, plan)
     is_spread = any(isinstance(style, ExpertStyle) for style in styles.values())
     unused = {dim: n for dim in ("ep", "etp") if isinstance(mesh, Mesh) and (n := mesh.size(dim)) > 1}
@@ -129,7 +136,7 @@ def parallelize(
     check_on_grid(split, styles)
     splits = check_plan(split)
     with trial_of(split.context):
-        untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1])
+        untried = refuse_wrong_blocks(model, split.styles | split.parameter_styles, split.features[1], example)
     split.overlap = overlap if isinstance(overlap, Overlap) else Overlap.load(comm)
     if overlap is False:
         split.overlap = split.overlap.disabled()
@@ -142,13 +149,16 @@ def parallelize(
     return model
 
 
-def proven_on(model: nn.Module, size: int, grid: Grid | None, *, sequence_parallel: bool) -> dict[str, str | Style]:
+def proven_on(
+    model: nn.Module, size: int, grid: Grid | None, example: Example | None, *, sequence_parallel: bool
+) -> dict[str, str | Style]:
     """The plan "auto", for the ranks that share features inside of blocks: all `size`, or those of x and y."""
     if grid is None:
-        return proven_plan(model, size, sequence_parallel=sequence_parallel)
+        return proven_plan(model, size, sequence_parallel=sequence_parallel, example=example)
     _, size = grid.heads
     try:
-        return proven_plan(model, max(size, 2), sequence_parallel=True)  # of one rank nothing could be found out
+        # Of one rank nothing could be found out.
+        return proven_plan(model, max(size, 2), sequence_parallel=True, example=example)
     except HeadsError as error:
         if size == 1:
             return proven_plan(model, 1)

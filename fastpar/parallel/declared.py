@@ -170,19 +170,21 @@ def _head_norms(paths: set[str], prefix: str) -> dict[str, str]:
     return {prefix + name: "partial" for name in names if prefix + name in paths}
 
 
-def first_plan(model: nn.Module, modules: Mapping[str, nn.Module]) -> tuple[dict[str, Style], UnknownModelError | None]:
+def first_plan(
+    model: nn.Module, modules: Mapping[str, nn.Module], *, sequence_parallel: bool
+) -> tuple[dict[str, Style], UnknownModelError | None]:
     """The plan that is declared or known; for other models the embedding, the head, layers and stacked experts, and the
     error that says so. No styles where not even layers are found."""
     try:
         styles = match_plan(model, auto_plan(model))
     except UnknownModelError as error:
-        layers = _find_layers(model)
+        layers = _find_layers(model, one_list=sequence_parallel)
         if not layers:
             return {}, error
         inner = tuple(f"{layer}." for layer in layers)
         experts = [path for path, module in modules.items() if path.startswith(inner) and is_stacked(module)]
         styles = _ends(model) | dict.fromkeys(layers, STYLES["stream"]) | dict.fromkeys(experts, STYLES["expert"])
-        return styles, error
+        return styles | _unsplit_ends(modules, styles), error
     for path in [path for path, style in styles.items() if isinstance(style, ExpertStyle)]:
         if path in modules and not isinstance(modules[path], Absent) and not is_stacked(modules[path]):
             del styles[path]  # experts of another form, such as some that do nothing: left whole
@@ -219,12 +221,25 @@ def _ends(model: nn.Module) -> dict[str, Style]:
     }
 
 
-def _find_layers(model: nn.Module) -> list[str]:
-    """The elements of the only list of modules that hold linears; none where there are two, an encoder's among them."""
-    lists = [(path, module) for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    lists = [(path, module) for path, module in lists if any(is_linear(child) for child in module.modules())]
-    top = [(p, m) for p, m in lists if not any(p.startswith(f"{other}.") for other, _ in lists)]
-    if len(top) != 1:
+def _find_layers(model: nn.Module, *, one_list: bool) -> list[str]:
+    """The elements of the outermost lists of modules that hold linears: an encoder's layers and a decoder's. With
+    `one_list` none where there are two, which are no one stream."""
+    lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
+    top = [p for p in lists if not any(p.startswith(f"{other}." if other else "") for other in lists if other != p)]
+    if one_list and len(top) > 1:
         return []
-    path, module = top[0]
-    return [f"{path}.{name}" for name in module._modules]  # one that is there twice is two layers
+    modules = dict(model.named_modules())
+    # One that is there twice is two layers.
+    inside = [
+        (f"{path}.{name}" if path else name, child) for path in top for name, child in modules[path]._modules.items()
+    ]
+    return [path for path, child in inside if child is not None and _holds_linears(child)]
+
+
+def _is_list_of_layers(module: nn.Module) -> bool:
+    """Not a list of linears, nor a chain of them and of what is between."""
+    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_holds_linears, module.children()))
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return not is_linear(module) and any(map(is_linear, module.modules()))

@@ -46,13 +46,16 @@ class LayerPlan:
         calls: Mapping[str, RecordedCall],
         size: int,
         sequence: bool,
+        looks_deeper: bool = False,
     ):
+        """looks_deeper  blocks may be within others: of a model of which nothing was known"""
+        self.looks_deeper = looks_deeper and not sequence
         self.path, self.calls, self.size, self.sequence = path, calls, size, sequence
         self.modules = {name[len(path) + 1 :]: m for name, m in modules.items() if name.startswith(f"{path}.")}
         self.modules[""] = modules[path]
         self.declared = {name[len(path) + 1 :]: s for name, s in styles.items() if name.startswith(f"{path}.")}
         self.settled: dict[str, Style] = {}
-        self.pairs: list[str] = []
+        self.loose: list[list[str]] = []  # what belongs together and is in no block, the most doubtful last
 
     def call(self, path: str) -> RecordedCall | None:
         return self.calls.get(f"{self.path}.{path}" if path else self.path)
@@ -86,6 +89,8 @@ class LayerPlan:
         if kept and not self.sequence:
             self.settled |= kept
             return
+        if self.looks_deeper and self._finds_deeper(path, module):
+            return
         self._leave_whole(path, module, call, reason)
 
     def _visit_children(self, path: str, module: nn.Module, call: RecordedCall | None) -> None:
@@ -101,6 +106,18 @@ class LayerPlan:
                 raise
             self.settled = before
             self._leave_whole(path, module, call, "")
+
+    def _finds_deeper(self, path: str, module: nn.Module) -> bool:
+        """Whether there are blocks within a module that is none, which are settled then."""
+        if is_linear(module) or not any(_holds_linears(child) for child in module.children()):
+            return False
+        before = dict(self.settled)
+        for name, _ in module.named_children():
+            self._visit(f"{path}.{name}")
+        if any(splits_features(self.settled[name]) for name in self.settled.keys() - before.keys()):
+            return True
+        self.settled = before
+        return False
 
     def _leave_whole(self, path: str, module: nn.Module, call: RecordedCall, reason: str) -> None:
         note = reason and f"left whole: {reason}"
@@ -136,7 +153,10 @@ class LayerPlan:
             except (TrialError, ValueError, TypeError) as error:
                 reason = reason or str(error)
             else:
-                return {f"{path}.{name}" if name else path: style for name, style in found.items()}, ""
+                found = {f"{path}.{name}" if name else path: style for name, style in found.items()}
+                if not any(isinstance(style, BlockStyle) for style in found.values()):
+                    self.loose.append(list(found))
+                return found, ""
         return None, reason
 
     def _wrapped_linear(self, path: str) -> str:
@@ -165,6 +185,10 @@ class LayerPlan:
                         {"": BlockStyle(local=local), **styles, **dict.fromkeys(sliced, HeadsStyle())},
                         is_declared,
                     )
+        # Where the input reaches the output as well, or keys and values are of another one: every linear for itself.
+        for styles in itertools.islice(guessed_linears(module, call), _MAX_GUESSES) if self.looks_deeper else ():
+            for sliced in sliced_parameters(module, styles, self.size):
+                yield {**styles, **dict.fromkeys(sliced, HeadsStyle())}, False
 
     def _try(self, path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style]) -> dict[str, Style]:
         if call.uses_others or call.keeps_results:
@@ -175,17 +199,20 @@ class LayerPlan:
         if self.sequence:
             Trial(module, call, styles, splits, self.size).run(True)
         dropouts = dict.fromkeys(trial.whole_dropouts, DropoutStyle())
-        styles = styles | {"": dataclasses.replace(cast(BlockStyle, styles[""]), is_tried=True)}
+        if "" in styles:
+            styles = styles | {"": dataclasses.replace(cast(BlockStyle, styles[""]), is_tried=True)}
         return styles | dropouts | {name: STYLES[kind] for name, kind in kinds.items() if name not in styles}
 
     def _pairs(self) -> None:
-        """Two linears of the layer itself, one after the other: an MLP without a module of its own."""
+        """Two linears of the layer, one after the other: an MLP without a module of its own."""
         layer, call = self.modules[""], self.call("")
         own = {name: child for name, child in layer.named_children() if is_linear(child)}
+        if self.looks_deeper:  # in modules of their own, as of BERT
+            own = {name: module for name, module in self.modules.items() if is_linear(module)}
         order = [name for name in (call.order if call is not None else []) if name in own]
         for first, second in itertools.pairwise(order):
             outer = linear_features(own[first])
-            if outer[::-1] != linear_features(own[second]) or first in self.settled:
+            if outer[::-1] != linear_features(own[second]) or self._is_settled(first) or self._is_settled(second):
                 continue
             flat = self.call(first)
             if self.sequence and (flat is None or flat.hidden().dim() < 3):
@@ -193,7 +220,14 @@ class LayerPlan:
             for name in (first, second):
                 self.settled.pop(name, None)
             self.settled |= {first: ColwiseStyle(), second: RowwiseStyle()}
-            self.pairs += [first, second]
+            self.loose.append([first, second])
+
+    def _is_settled(self, name: str) -> bool:
+        """Whether a linear is split, or in a module that is left whole for a reason."""
+        parts = name.split(".")
+        above = (".".join(parts[:depth]) for depth in range(1, len(parts)))
+        style = self.settled.get(name)
+        return (style is not None and not isinstance(style, WholeStyle)) or any(path in self.settled for path in above)
 
     def _check_layer(self) -> None:
         """The layer as it will run, its own code included; what is doubtful is given up step by step."""
@@ -205,10 +239,9 @@ class LayerPlan:
                 self._try_layer(call)
                 return
             except TrialError as error:
-                if self.pairs:
-                    for name in self.pairs:
+                if self.loose:
+                    for name in self.loose.pop():
                         self.settled.pop(name, None)
-                    self.pairs = []
                 elif self.sequence:
                     raise ValueError(
                         f"sequence_parallel=True: {self.path} ({type(self.modules['']).__name__}) does not compute the "
@@ -272,6 +305,10 @@ def _qualified_kind(module: nn.Module) -> str:
 
 def _holds_experts(module: nn.Module) -> bool:
     return any(is_stacked(child) for child in module.modules())
+
+
+def _holds_linears(module: nn.Module) -> bool:
+    return not is_linear(module) and any(map(is_linear, module.modules()))
 
 
 def _chooses_parameters(module: nn.Module) -> bool:

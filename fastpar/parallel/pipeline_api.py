@@ -130,7 +130,7 @@ def parallelize_pipeline(
             tp = Communicator(mesh.group("tp"))
             sync_weights_of(model, tp, broadcast=sync_weights == "broadcast")
         with trial_of(region):  # it runs the model: uncut
-            plan = proven_on(model, mesh.size("tp"), grid, sequence_parallel=cuts_tokens)
+            plan = proven_on(model, mesh.size("tp"), grid, None, sequence_parallel=cuts_tokens)
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout, "split_points": split_points}
     if layout is None and split_points is None:

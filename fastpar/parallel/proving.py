@@ -44,6 +44,7 @@ from fastpar.parallel.styles import (
 from fastpar.parallel.styles.linear import splits_features
 from fastpar.parallel.trial import (
     DifferenceError,
+    Example,
     RecordedCall,
     Trial,
     TrialError,
@@ -60,7 +61,9 @@ from fastpar.tensor.own_forward import has_hooks, has_own_forward
 _TRIED = (ColwiseStyle, RowwiseStyle, HeadsStyle, PartialStyle, ReplicateStyle, DropoutStyle)
 
 
-def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False) -> dict[str, str | Style]:
+def proven_plan(
+    model: nn.Module, size: int, *, sequence_parallel: bool = False, example: Example | None = None
+) -> dict[str, str | Style]:
     """The plan "auto" for a tensor-parallel group of so many ranks, by path.
 
     Runs the model once on a few tokens, in this process, and trials of one layer of each kind. A model that cannot be
@@ -70,29 +73,37 @@ def proven_plan(model: nn.Module, size: int, *, sequence_parallel: bool = False)
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     is_part = any(isinstance(module, Absent) for module in modules.values())
-    styles, unknown = first_plan(model, modules)
+    styles, unknown = first_plan(model, modules, sequence_parallel=sequence_parallel)
     if unknown is not None and (is_part or not styles):
         raise unknown
     if is_part or size == 1:
         return dict(styles.items())
     layers = [path for path, style in styles.items() if isinstance(style, StreamStyle)]
     try:
-        kinds, calls = _kinds_and_calls(model, modules, layers, styles, size)
+        kinds, calls = _kinds_and_calls(model, modules, layers, styles, size, example)
     except Exception as error:  # of the model's own code: any
         if unknown is not None:
-            raise UnknownModelError(f"{unknown}. Nor can it be found out: a run on a few ids failed: {error}") from None
+            raise UnknownModelError(f"{unknown}. Nor can it be found out: {_run_of(example)} failed: {error}") from None
         return dict(styles.items())
     for group in kinds:
         if group[0] not in calls:
             continue
-        found = LayerPlan(modules, group[0], styles, calls, size, sequence_parallel).settle()
+        found = LayerPlan(
+            modules, group[0], styles, calls, size, sequence_parallel, looks_deeper=unknown is not None
+        ).settle()
         for path in group:
             styles = {name: style for name, style in styles.items() if not name.startswith(f"{path}.")}
             styles |= {f"{path}.{name}": style for name, style in found.items()}
     return dict(styles.items())
 
 
-def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int) -> list[UntriedBlock]:
+def _run_of(example: Example | None) -> str:
+    return "a run on example_inputs" if example is not None else "a run on a few ids (see example_inputs)"
+
+
+def refuse_wrong_blocks(
+    model: nn.Module, styles: Mapping[str, Style], size: int, example: Example | None = None
+) -> list[UntriedBlock]:
     """Try one block of each kind that has not been tried; ValueError for one that, split so, computes something else
     than whole.
 
@@ -109,7 +120,7 @@ def refuse_wrong_blocks(model: nn.Module, styles: Mapping[str, Style], size: int
     kinds, calls = alike(modules, blocks, styles), dict[str, RecordedCall]()
     if not any(isinstance(module, Absent) for module in modules.values()):
         with contextlib.suppress(Exception):  # of the model's own code: any
-            kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size)
+            kinds, calls = _kinds_and_calls(model, modules, blocks, styles, size, example)
     untried = []
     for path, *_ in kinds:
         inside = {name[len(path) + 1 :]: style for name, style in styles.items() if name.startswith(f"{path}.")}
@@ -233,15 +244,20 @@ def _can_be_tried(style: Style) -> bool:
 
 
 def _kinds_and_calls(
-    model: nn.Module, modules: Mapping[str, nn.Module], paths: list[str], styles: Mapping[str, Style], size: int
+    model: nn.Module,
+    modules: Mapping[str, nn.Module],
+    paths: list[str],
+    styles: Mapping[str, Style],
+    size: int,
+    example: Example | None,
 ) -> tuple[list[list[str]], dict[str, RecordedCall]]:
     """The modules at `paths` by kind, and how they and what the first of each kind holds are called."""
     groups = alike(modules, paths, styles)
     firsts = {name for group in groups for name in _inside(modules[group[0]], group[0])}
-    calls = record_calls(model, [*firsts, *(path for path in paths if path not in firsts)], 2 * size + 1)
+    calls = record_calls(model, [*firsts, *(path for path in paths if path not in firsts)], 2 * size + 1, example)
     kinds = [kind for group in groups for kind in called_alike(modules, group, calls)]
     more = [name for kind in kinds if kind[0] not in firsts for name in _inside(modules[kind[0]], kind[0])]
-    return kinds, calls | (record_calls(model, more, 2 * size + 1) if more else {})
+    return kinds, calls | (record_calls(model, more, 2 * size + 1, example) if more else {})
 
 
 def _inside(module: nn.Module, path: str) -> list[str]:

@@ -218,9 +218,10 @@ def test_two_halves_in_one_weight_are_split_apiece() -> None:
     assert parse_style("", plan["stack.0.parts.part0.a"]).sections == 2
 
 
-def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_twice() -> None:
-    plan = proven_plan(Model(MLPWithResidual), 2)
-    style = parse_style("", plan["stack.1.parts.part0"])
+@pytest.mark.parametrize("part", [MLPWithResidual, MLPWithScale])
+def test_beside_a_residual_linears_are_split_by_themselves_since_its_gradient_would_count_twice(part: Any) -> None:
+    assert kinds(Model(part), 2) == {name: style for name, style in SPLIT_MLP.items() if style != "block"}
+    style = parse_style("", proven_plan(Model(part), 2, sequence_parallel=True)["stack.1.parts.part0"])
     assert style.name == "whole"
     assert "the gradient of its input would be off" in style.note
 
@@ -228,7 +229,6 @@ def test_a_residual_inside_a_block_is_left_whole_since_its_gradient_would_count_
 @pytest.mark.parametrize(
     ("part", "reason"),
     [
-        (MLPWithScale, "the gradient of its input"),
         (MLPWithNorm, "its output would be off"),
         (MLPThatKeeps, "what it computes beside the hidden states may be used"),
         (MLPWithSecondResult, "what it computes beside the hidden states may be used"),
@@ -476,7 +476,9 @@ def test_a_model_that_cannot_be_run_and_is_not_known_is_refused() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             raise RuntimeError("out of order")
 
-    with pytest.raises(ValueError, match=r"does not know Broken.*a run on a few ids failed: out of order"):
+    with pytest.raises(
+        ValueError, match=r"does not know Broken.*a run on a few ids \(see example_inputs\) failed: out of order"
+    ):
         proven_plan(Broken(MLP), 2)
     with pytest.raises(ValueError, match="does not know Sequential"):
         auto_plan(nn.Sequential(nn.Linear(2, 2)))

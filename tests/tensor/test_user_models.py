@@ -210,7 +210,10 @@ def _blocks() -> None:
             fp.parallelize(Model(mlp), dist.group.WORLD, BLOCKS)
         model = Model(mlp).double()
         parallel: Any = fp.parallelize(copy.deepcopy(model), dist.group.WORLD)
-        assert "colwise" not in {row["style"] for row in fp.explain(parallel).rows}, mlp.__name__
+        styles = {row["style"] for row in fp.explain(parallel).rows}
+        # A residual is no obstacle where every linear sums the gradient of its own input.
+        assert "block" not in styles, mlp.__name__
+        assert ("colwise" in styles) == (mlp is Residual), mlp.__name__
         check_equal(model, parallel, cross_entropy)
     split = fp.parallelize(Model(), dist.group.WORLD)
     assert "colwise" in {row["style"] for row in fp.explain(split).rows}
@@ -382,6 +385,92 @@ def _images() -> None:
     assert not parallel.blocks[0].mlp.up._forward_pre_hooks
     fp.unparallelize(parallel)
     assert not any(module._forward_pre_hooks for module in parallel.modules())
+
+
+class Attends(nn.Module):
+    """Heads of one input, on keys and values of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(HIDDEN, HIDDEN) for _ in range(3))
+        self.out, self.num_heads = nn.Linear(HIDDEN, HIDDEN), 2
+
+    def forward(self, x: Tensor, of: Tensor) -> Tensor:
+        q, k, v = (
+            y.unflatten(-1, (-1, HIDDEN // 2)).transpose(1, 2) for y in (self.query(x), self.key(of), self.value(of))
+        )
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class After(nn.Module):
+    """The end of a sublayer, as BERT has it: a linear, the residual, and a norm behind both."""
+
+    def __init__(self, width: int = HIDDEN) -> None:
+        super().__init__()
+        self.dense, self.norm = nn.Linear(width, HIDDEN), nn.LayerNorm(HIDDEN)
+
+    def forward(self, h: Tensor, x: Tensor) -> Tensor:
+        return self.norm(self.dense(h) + x)
+
+
+class Reads(nn.Module):
+    """A layer whose MLP is in two modules, and which looks at pictures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.up, self.after = (
+            Attends(),
+            nn.Sequential(nn.Linear(HIDDEN, 3 * HIDDEN), nn.GELU()),
+            After(3 * HIDDEN),
+        )
+
+    def forward(self, x: Tensor, pixels: Tensor) -> Tensor:
+        x = x + self.attention(x, pixels)
+        return self.after(self.up(x), x)
+
+
+class Captions(nn.Module):
+    """Two inputs and two stacks: patches in an nn.Sequential of blocks, and ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches = nn.Conv2d(3, HIDDEN, 4, stride=4)
+        self.encoder = nn.Sequential(Block(), Block(Residual))
+        self.embed, self.layers = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList([Reads(), Reads()])
+        self.head = nn.Linear(HIDDEN, VOCAB)
+
+    def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
+        seen = self.encoder(self.patches(pixels).flatten(2).transpose(1, 2))
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, seen)
+        return self.head(x)
+
+
+def _examples() -> None:
+    pixels = torch.rand(3, 3, 12, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    model = Captions().double()
+    for param in model.parameters():
+        nn.init.normal_(param, std=0.3)
+    with pytest.raises(ValueError, match=r"a run on a few ids \(see example_inputs\) failed"):
+        fp.parallelize(Captions().double(), dist.group.WORLD)
+    for given in ({"pixels": pixels[:1], "ids": ids()[:1]}, (pixels, ids())):
+        parallel: Any = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, example_inputs=given)
+        split = {row["module"] for row in fp.explain(parallel).rows if row["style"] in ("colwise", "rowwise")}
+        assert {name for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "head"} == split
+        model.zero_grad()
+        check_equal(model, parallel, lambda m: F.cross_entropy(m(pixels, ids()).view(-1, VOCAB), ids().view(-1)))
+    rank = dist.get_rank()
+    for other in (None if rank else (pixels, ids()), (pixels + rank, ids()), {"pixels": pixels[rank:], "ids": ids()}):
+        with pytest.raises(ValueError, match="example_inputs must be equal on all ranks"):
+            fp.parallelize(copy.deepcopy(model), dist.group.WORLD, example_inputs=other)
+    with pytest.raises(TypeError, match="example_inputs must be a mapping or a sequence"):
+        fp.parallelize(copy.deepcopy(model), dist.group.WORLD, example_inputs=pixels)
+
+
+def test_models_of_other_inputs_than_ids_are_split_by_an_example() -> None:
+    run_ranks(2, _examples)
 
 
 def _declared(cls: Callable[[], nn.Module]) -> nn.Module:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from fastpar.comm import Communicator
+from fastpar.comm.agree import Agreement
+from fastpar.contracts.agreement import tensor_checksum
 from fastpar.contracts.rehearsal import attributes_as_they_were, own_attributes, same_generators
 from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.sequence import map_hidden
@@ -118,8 +122,31 @@ def _keeps_results(module: nn.Module) -> bool:
     return any(isinstance(value, Tensor) and value.grad_fn is not None for value in flat)
 
 
-def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dict[str, RecordedCall]:
-    """Run a language model once on two sequences of random ids: how the modules at `paths` were called, by path.
+class Example(NamedTuple):
+    """What a model can be called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(inputs: Mapping[str, Any] | Sequence[Any] | None, comm: Communicator) -> Example | None:
+        """From what a user has given. Collective: ValueError on all ranks unless they have given the same, as trials of
+        other inputs might find other plans."""
+        tensors = [x.detach().cpu() for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        sums = [zlib.crc32(f"{tuple(x.shape)} {x.dtype} {tensor_checksum(x)}".encode()) for x in tensors]
+        names = ("the number of tensors in example_inputs", "the checksum of example_inputs")
+        Agreement("parallelize", names, [len(sums), zlib.crc32(str(sums).encode())]).gather(comm)
+        if inputs is None:
+            return None
+        return Example((), dict(inputs)) if isinstance(inputs, Mapping) else Example(tuple(inputs), {})
+
+
+def record_calls(
+    model: nn.Module, paths: Iterable[str], num_tokens: int, example: Example | None = None
+) -> dict[str, RecordedCall]:
+    """Run a model once: how the modules at `paths` were called, by path.
+
+    example  what it is called with; None: two sequences of so many random ids
 
     Modules that were not called are left out. The model is in eval mode for the time of the run; its buffers, what
     modules keep as numbers, tensors and lists of them, and the generators of random numbers are as before afterwards.
@@ -127,18 +154,16 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
     """
     modes = {module: module.training for module in model.modules()}
     buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
-    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
-    device = next((p.device for p in model.parameters()), torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocab, (2, num_tokens), generator=generator).to(device)
-    options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    args, kwargs = _random_ids(model, num_tokens) if example is None else _copied_example(example)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        kwargs.setdefault("use_cache", False)
     with attributes_as_they_were(model), same_generators():  # around the hooks, which are gone when it ends
         recorder = _Recorder(model, paths)
         try:
             with warnings.catch_warnings(), torch.enable_grad():
                 warnings.simplefilter("ignore")
                 model.eval()
-                output = model(ids, **options)
+                output = model(*args, **kwargs)
                 recorder.finish(output)
         finally:
             for handle in recorder.handles:
@@ -149,6 +174,18 @@ def record_calls(model: nn.Module, paths: Iterable[str], num_tokens: int) -> dic
                 for buffer, value in buffers.values():
                     buffer.copy_(value)
     return recorder.calls
+
+
+def _random_ids(model: nn.Module, num_tokens: int) -> Example:
+    vocab = next((m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)), 2)
+    device = next((p.device for p in model.parameters()), torch.device("cpu"))
+    generator = torch.Generator().manual_seed(0)
+    return Example((torch.randint(vocab, (2, num_tokens), generator=generator).to(device),), {})
+
+
+def _copied_example(example: Example) -> Example:
+    """For one run, which may write to what it is given."""
+    return Example(*tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(example)))
 
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:

@@ -106,6 +106,7 @@ class VirtualColumn(nn.Module):
         self.rank, self.enters = rank, enters
         self.local_weight = rows.take(weight, 0, rank.rank)
         self.local_bias = None if bias is None else rows.take(bias, 0, rank.rank)
+        self.weight = torch.empty_like(weight, device="meta")  # for code that asks for its dtype; it has no values
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.rank.enter(x) if self.enters else x, self.local_weight, self.local_bias)
@@ -116,6 +117,7 @@ class VirtualRow(nn.Module):
         super().__init__()
         self.rank = rank
         self.local_weight, self.whole_bias = columns.take(weight, 1, rank.rank), bias
+        self.weight = torch.empty_like(weight, device="meta")  # as above
 
     def forward(self, x: Tensor) -> Tensor:
         if x.size(-1) != self.local_weight.size(1):

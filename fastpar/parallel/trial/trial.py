@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm import shard_range
 from fastpar.parallel.heads import HeadSplit
-from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, Style
+from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, ReplicateStyle, Style
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
 from fastpar.parallel.trial.calls import RecordedCall
 from fastpar.parallel.trial.copies import (
@@ -229,7 +229,10 @@ class Trial:
         if wanted is None:
             return None if splits_features(style) else "partial"
         found = [torch.zeros_like(wanted) if grad is None else grad for grad in grads]
-        is_split = name in self.styles or is_colwise(style) or (is_rowwise(style) and leaf == "weight")
+        own = self.styles.get(name)  # found in a trial of what is inside
+        is_split = (
+            not isinstance(own, ReplicateStyle | None) or is_colwise(style) or (is_rowwise(style) and leaf == "weight")
+        )
         total = torch.stack(found).sum(0)
         gathered = [p for p, s in self.styles.items() if isinstance(s, GatheredStyle)]
         is_gathered = any(name.startswith(f"{p}." if p else "") for p in gathered)
