@@ -38,6 +38,7 @@ from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
+from fastpar.tensor.loaded import check_own_part
 from fastpar.tensor.split_views import watch_views
 
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
@@ -456,6 +457,7 @@ def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadat
         if layout is None or value is None:
             continue
         if isinstance(value, DTensor):
+            check_own_part(prefix + name, value)
             if layout.kind == "packed":
                 full = layout.canonical().full(value._local_tensor)
                 state[prefix + name] = layout.as_dtensor(layout.local(full))

@@ -56,6 +56,7 @@ from torch import Tensor, nn
 
 from fastpar.ops._autograd import in_backward
 from fastpar.optim._masters import version_of
+from fastpar.tensor.loaded import check_own_part
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.group_reducer import GroupReducer
@@ -535,7 +536,7 @@ class Stage3:
             self.model.register_forward_pre_hook(UncompiledHook(lambda *_: self.begin_forward()), prepend=True),
             self.model.register_forward_hook(UncompiledHook(lambda *_: self._end_forward())),
             self.model.register_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_at_rest())),
-            self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, lambda *_: self._be_writable())),
+            self.model.register_load_state_dict_pre_hook(ForwardHook(self.model, self._be_writable)),
             self.model.register_load_state_dict_post_hook(ForwardHook(self.model, lambda *_: self._loaded())),
         ]
         itself = weakref.ref(self)  # see `fastpar.zero.order_reducer.OrderReducer._hook`
@@ -572,7 +573,9 @@ class Stage3:
         self.reshard()
         self.load()
 
-    def _be_writable(self) -> None:
+    def _be_writable(self, _: nn.Module, loaded: Mapping[str, Any], *__: Any) -> None:
+        for name, value in loaded.items():
+            check_own_part(name, value)
         self.release()
         self.released()
         self.load()

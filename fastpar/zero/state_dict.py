@@ -49,6 +49,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
+from fastpar.tensor.loaded import check_own_part
 from fastpar.tensor.parameter import RowMap, layout_of
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.optimizer_step import MASTER, SCALARS, KeptCounts, Stepper
@@ -103,6 +104,7 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
     missing = [key for key in ("save", "has_state", "groups") if key not in state]
     if missing:
         raise ValueError(f"loaded must be what Zero.state_dict() has given, has no {missing}")
+    check_own_part("loaded", state["save"])
     check_mark(state["save"], zero.groups)
     names, layouts = zero.optim_param_names(), _layouts(zero)
     has_state = {name for name, is_there in state["has_state"].items() if is_there}
@@ -165,6 +167,7 @@ def _parts_of(states: Mapping[str, Any], param: ShardedParam) -> dict[str, Any]:
 
 
 def _part(key: str, value: Any, param: ShardedParam) -> Any:
+    check_own_part(f"{key} of {param.name}", value)
     optim_param: Any = param.optim_param
     if not isinstance(value, Tensor) or key in SCALARS or local(value).shape == local(optim_param).shape:
         return value

@@ -245,3 +245,35 @@ def _copied_and_saved() -> None:
 
 def test_shards_without_rows_are_copied_and_saved_as_others() -> None:
     run_ranks(2, _copied_and_saved)
+
+
+def _saved_by_rank_0() -> list[str]:
+    """What the other rank says to a file that the first one alone has written."""
+    mesh = fp.init_mesh(tp=2, device="cpu")
+    embed = nn.Embedding(8, 4)
+    split = fp.parallelize(nn.Sequential(embed, nn.Linear(4, 4)), mesh, {"0": "vocab"}, sync_weights="broadcast")
+    runs = [Run(1), Run(3)]
+    for run in runs:
+        run.train(range(1))
+    said = []
+    for whole_state, load in (
+        (split.state_dict(), split.load_state_dict),
+        (runs[0].optimizer.state_dict(), runs[0].optimizer.load_state_dict),
+        (runs[1].model.state_dict(), runs[1].model.load_state_dict),
+        (runs[1].zero.state_dict(), runs[1].zero.load_state_dict),
+    ):
+        file = io.BytesIO()
+        torch.save(whole_state, file)
+        sent = [file.getvalue()]
+        dist.broadcast_object_list(sent, 0)
+        if dist.get_rank() == 1:
+            with pytest.raises(ValueError, match="part that another rank has saved") as caught:
+                load(torch.load(io.BytesIO(sent[0]), weights_only=False))
+            said.append(str(caught.value))
+    return said
+
+
+def test_what_one_rank_has_saved_of_split_tensors_is_refused_by_the_others() -> None:
+    first, second = run_ranks(2, _saved_by_rank_0)
+    assert (len(first), len(second)) == (0, 4)
+    assert second[1].startswith("exp_avg of embed.weight is the part")
