@@ -2,7 +2,8 @@
 
 Note: tied parameters. A parameter that several groups would have is taken out of them, into one of its own that is
 gathered whenever one of the modules that hold it runs: the weight that an embedding and a head share is one group with
-two modules.
+two modules. Modules that several groups have, as two models with one trunk do, are gathered when the outermost of these
+runs: what it calls may be read without its own forward, as tensor-parallel linears are.
 """
 
 from __future__ import annotations
@@ -56,7 +57,11 @@ def plan_units(model: nn.Module, units: UnitsLike = None) -> list[UnitPlan]:
         if len(found) == 1:
             plans[found[0]].names.append(name)
             continue
-        owners = [module for module in model.modules() if any(p is parameter for p in module._parameters.values())]
+        owners = [
+            _reader_of(module, [plans[index] for index in found])
+            for module in model.modules()
+            if any(p is parameter for p in module._parameters.values())
+        ]
         unit = tied.setdefault(tuple(found), UnitPlan(paths[owners[0]], []))
         unit.modules += [owner for owner in owners if owner not in unit.modules]
         unit.names.append(name)
@@ -162,6 +167,13 @@ def _claimed(plan: UnitPlan, plans: Sequence[UnitPlan]) -> Iterator[nn.Parameter
                 seen.add(parameter)
                 yield parameter
         stack += [child for child in module.children() if child not in others]
+
+
+def _reader_of(holder: nn.Module, plans: Sequence[UnitPlan]) -> nn.Module:
+    """The outermost module around the holder of a parameter that all of these plans have; else the holder."""
+    first, *others = [[inner for module in plan.modules for inner in module.modules()] for plan in plans]
+    shared = [module for module in first if _runs(module) and all(module in other for other in others)]
+    return next((module for module in shared if holder in set(module.modules())), holder)
 
 
 def _join(path: str, name: str) -> str:

@@ -888,6 +888,12 @@ def test_a_weight_that_layers_share_is_a_unit_of_its_own() -> None:
     assert plans["layers.0.down"].modules == [layer.down for layer in model.layers]
 
 
+def test_what_models_share_is_gathered_when_the_outermost_module_of_it_runs() -> None:
+    trunk = Text(layers=2)
+    plans = {plan.name: plan for plan in plan_units(nn.ModuleList(nn.Sequential(trunk, nn.Tanh()) for _ in range(2)))}
+    assert [plan.modules for plan in plans.values()] == [[trunk]]
+
+
 class Lists(nn.Module):
     """Reads parameters of lists and dicts, which have no forward."""
 
