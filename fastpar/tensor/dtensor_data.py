@@ -4,8 +4,8 @@ Of a DTensor torch gives the wrapper the memory of `value`, and x goes on with i
 put in and taken out again, the step back of sharpness-aware minimisation or the merge of an adapter would be lost
 without a word. Here the local part gets that memory, as a whole tensor does. Reading `x.data` is torch's.
 
-Parameters that fastpar has not split, as those that ZeRO's stage 3 has at rest, stay torch's, and `DataOfDTensors`
-raises: other ranks read their memory where it is.
+What ZeRO's stage 3 has at rest, and what its optimizers have, keeps its memory (`keep_memory`), which other ranks read
+where it is: there an assignment is torch's, and `DataOfDTensors` raises. Copies of it, as averages are, take data.
 """
 
 from __future__ import annotations
@@ -19,12 +19,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 _TORCHS: Any = Tensor.data
+_KEEPS = "_fastpar_keeps_memory"  # the id of the tensor that was told to: a copy has it too, and another id
 
 
 @functools.cache
 def take_data(is_watched: Callable[[DTensor], bool]) -> None:
     """Let DTensors take data: parameters with a layout of fastpar's, and what else `is_watched`."""
     DTensor.data = _Data(is_watched)  # type: ignore[assignment]
+
+
+def keep_memory(x: DTensor) -> None:
+    """From now on `x.data = value` is torch's."""
+    vars(x)[_KEEPS] = id(x)
 
 
 def set_wrapper(x: DTensor, value: DTensor) -> None:
@@ -43,7 +49,7 @@ class _Data:
 
     def __set__(self, x: Any, value: Any) -> None:
         layout = getattr(x, "fastpar_layout", None)
-        is_ours = layout is not None or (not isinstance(x, nn.Parameter) and self.is_watched(x))
+        is_ours = layout is not None or (vars(x).get(_KEEPS) != id(x) and self.is_watched(x))
         if not is_ours or not isinstance(value, Tensor) or torch.compiler.is_compiling():
             _TORCHS.__set__(x, value)
             return
@@ -72,7 +78,7 @@ def _part(x: DTensor, value: Tensor, layout: Any) -> Tensor:
         return value.redistribute(x.device_mesh, x.placements)._local_tensor.contiguous()
     if layout is None:
         raise TypeError(
-            f"data of shape {tuple(value.shape)} set to a DTensor that is no parameter must be a DTensor as well: "
+            f"data of shape {tuple(value.shape)} set to a DTensor that is not tensor-parallel must be one, too: "
             "distribute_tensor(value, x.device_mesh, x.placements)"
         )
     part: Tensor = layout.local(value).contiguous()

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastpar.comm import shard_range
+from fastpar.tensor.dtensor_data import keep_memory
 from fastpar.tensor.grid_layout import GridLayout
 from fastpar.tensor.parameter import layout_of
 
@@ -66,6 +67,8 @@ class DataOfDTensors:
 
     def __init__(self, named: Iterable[tuple[str, Any]]) -> None:
         self._seen = [(name, x, *_wrapped(x)) for name, x in named if isinstance(x, DTensor)]
+        for _, x, *_ in self._seen:
+            keep_memory(x)
 
     def check(self) -> None:
         """Raises RuntimeError, once, for one whose data were set."""

@@ -203,7 +203,18 @@ def _whole(name: str, x: Any) -> nn.Parameter:
             "them into a model, with load_state_dict"
         )
     with torch.no_grad():
-        return nn.Parameter(x.full_tensor(), requires_grad=False)
+        whole = nn.Parameter(x.full_tensor(), requires_grad=x.requires_grad)
+    if whole.requires_grad:
+        whole.register_hook(partial(_refuse_to_train, name))
+    return whole
+
+
+def _refuse_to_train(name: str, _: Tensor) -> None:
+    raise RuntimeError(
+        f"a gradient of {name} was computed in a copy of a model in stage 3, whose shards no gradient comes to: run "
+        "the copy under torch.no_grad() or freeze it (copy.requires_grad_(False)); to train it, copy the model before "
+        "shard(...) and shard the copy, or take stage=2"
+    )
 
 
 def _register(module: nn.Module, name: str, parameter: Any) -> None:

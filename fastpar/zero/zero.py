@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import checked
 from fastpar.clip import GradSum
@@ -28,6 +29,7 @@ from fastpar.ops._autograd import in_backward
 from fastpar.pipeline import Pipeline
 from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
+from fastpar.tensor.dtensor_data import keep_memory
 from fastpar.tensor.held import HeldTensor, Index, index_of
 from fastpar.tensor.split_views import watch_views
 from fastpar.zero import memory, state_dict
@@ -488,6 +490,8 @@ class Zero:
             param.is_traced = self.options.skip_nonfinite
             watch_views(param.parameter)
             watch_views(param.optim_param)
+            if isinstance(param.optim_param, DTensor):
+                keep_memory(param.optim_param)
         self._masters.hold(self.params)
 
     def _adopt(self) -> None:

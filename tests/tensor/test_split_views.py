@@ -181,7 +181,7 @@ def data_set() -> None:
     with pytest.raises(TypeError, match=r"data of dtype torch.float32.*convert the model as a whole"):
         net.up.weight.data = net.up.weight.data.float()
     net(torch.ones(2, 6, dtype=torch.float64)).square().sum().backward()
-    with pytest.raises(TypeError, match=r"a DTensor that is no parameter must be a DTensor as well"):
+    with pytest.raises(TypeError, match=r"a DTensor that is not tensor-parallel must be one"):
         net.up.weight.grad.data = torch.zeros(10, 6, dtype=torch.float64)
 
 

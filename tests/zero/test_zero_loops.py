@@ -618,6 +618,29 @@ def test_parameters_may_have_other_memory_for_an_evaluation() -> None:
     run_ranks(SIZE, swaps)
 
 
+def teachers() -> None:
+    """A copy whose data are set to an average, and one that would be trained."""
+    found = []
+    for stage in (None, 3):
+        model = Net()
+        if stage is not None:
+            shard(model, make_optimizer("sgd", model.parameters()), stage)
+        teacher = copy.deepcopy(model)
+        for mine, its in zip(teacher.parameters(), model.parameters(), strict=True):
+            mine.data = mine.data * 0.9 + its.detach() * 0.2
+        with torch.no_grad():
+            found.append(teacher(batch(0, 0, 0)[0]))
+    assert torch.allclose(found[1], found[0], rtol=1e-5)
+    with pytest.raises(RuntimeError, match="was computed in a copy of a model in stage 3"):
+        teacher(batch(0, 0, 0)[0].requires_grad_()).sum().backward()
+    teacher.requires_grad_(False)
+    teacher(batch(0, 0, 0)[0].requires_grad_()).sum().backward()
+
+
+def test_copies_in_stage_3_take_data_and_refuse_to_be_trained() -> None:
+    run_ranks(SIZE, teachers)
+
+
 # ---- moving and replacing
 
 
