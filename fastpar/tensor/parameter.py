@@ -408,7 +408,14 @@ class ParallelModule(nn.Module):
         return None if param is None else unwrap(param, self._layouts[name], sum_grad=sum_grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)
+        with torch.no_grad():
+            same = {name: param for name, param in self._parameters.items() if param is not None and fn(param) is param}
+        # torch makes a new parameter of what is a DTensor, which one whose class shows an averaged gradient refuses.
+        self._parameters.update(dict.fromkeys(same))
+        try:
+            result = super()._apply(fn, recurse)
+        finally:
+            self._parameters.update(same)
         self._tag_parameters()
         return result
 

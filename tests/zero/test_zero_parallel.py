@@ -95,6 +95,7 @@ def sharded(mesh: fp.Mesh, stage: int, dtype: torch.dtype, accumulate: int) -> t
                 (loss_of(model, step, microbatch, mesh.rank("dp")) / accumulate).backward()
         optimizer.step()
         norms.append(zero.norm.item())
+        model.cpu()  # where it is: trainers do so at their end, with gradients
         optimizer.zero_grad()
     if stage == 3:
         model.unshard()
