@@ -193,6 +193,10 @@ class Mesh:
             self._grid = self._view(maker, GRID_DIMS, {dim: self._dense.get_group(dim) for dim in DENSE_DIMS[:-1]})
         maker.finish()
 
+    def __deepcopy__(self, memo: Any) -> Mesh:
+        """Itself: a copied module goes over the same groups."""
+        return self
+
     def _view(
         self, maker: GroupMaker, dims: tuple[str, ...], known: dict[str, ProcessGroup] | None = None
     ) -> DeviceMesh:

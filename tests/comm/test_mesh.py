@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -185,6 +186,7 @@ def test_one_process_without_a_launcher_gets_a_mesh_that_dtensors_can_use(monkey
         x = torch.randn(4, 4)
         assert torch.equal(distribute_tensor(x, mesh["tp"], [Shard(0)]).full_tensor(), x)
         assert repr(mesh) == "Mesh(world_size=1, device_type='cpu')"
+        assert copy.deepcopy(mesh) is mesh
     finally:
         mesh.close()
     assert not dist.is_initialized()
