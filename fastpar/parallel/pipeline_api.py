@@ -23,6 +23,7 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.context.microbatches import ContextMicrobatches
 from fastpar.context.region import Context, ContextRegion
+from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.api import attention_of, parallelize, proven_on, swap_of, trial_of, tried_region
@@ -103,6 +104,8 @@ def parallelize_pipeline(
     Every rank of the mesh calls it with the same model. Raises what `make_schedule`, `partition`, `parallelize` and
     `Pipeline` raise: all of it before anything runs.
     """
+    if isinstance(model, nn.Module):
+        check_model(model, "parallelize_pipeline")
     size = mesh.size("pp")
     grid, cuts_tokens = grid_for(mesh, sequence_parallel=sequence_parallel)
     region = _region(model, mesh, context, plan)

@@ -251,7 +251,7 @@ def _what_is_own(module: nn.Module) -> str:
 def _twin(module: nn.Module, training: bool) -> nn.Module:
     """A copy in the same memory, but for buffers: nothing that is done to it may reach the module."""
     twin = copy.copy(module)
-    for name, value in vars(module).items():
+    for name, value in vars(twin).items():  # not those of the module: `module.compile()` has set what runs the module
         twin.__dict__[name] = copy.copy(value) if isinstance(value, dict) else value
     twin._buffers = {name: None if b is None else b.clone() for name, b in module._buffers.items()}
     twin.training = training

@@ -54,10 +54,12 @@ def test_wrapping_in_ddp_is_refused_in_both_orders() -> None:
 def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
     with pytest.raises(TypeError, match=r"takes an nn.Module as its model, got str; build it first"):
         fp.parallelize("meta-llama/Llama-3.2-1B", None)  # type: ignore[type-var]
-    with pytest.raises(
-        ValueError, match=r"a OptimizedModule around the model: pass the model itself \(its ._orig_mod\)"
-    ):
-        fp.parallelize(torch.compile(nn.Linear(2, 2), backend="eager"), None, {"0": "colwise"})
+    compiled = torch.compile(nn.Linear(2, 2), backend="eager")
+    around = r"a OptimizedModule around the model: pass the model itself \(its ._orig_mod\)"
+    with pytest.raises(ValueError, match=around):
+        fp.parallelize(compiled, None, {"0": "colwise"})
+    with pytest.raises(ValueError, match=around):
+        fp.parallelize_pipeline(compiled, fp.init_mesh(), num_microbatches=1)
 
 
 def test_batch_statistics_of_a_part_of_the_batch_are_warned_of() -> None:

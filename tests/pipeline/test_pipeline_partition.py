@@ -269,6 +269,25 @@ def test_hooks_and_module_objects_move_with_their_part() -> None:
     assert calls == ["model", "layer", "model"]
 
 
+def test_layers_that_are_compiled_in_place_are_tried_as_others_and_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    model: Any = model_of("example")
+    calls: list[str] = []
+    for layer in model.layers:
+        layer.compile()
+        layer.register_forward_hook(lambda *_: calls.append("layer"))
+        layer.mlp.compile()
+        layer.mlp.register_forward_hook(lambda *_: calls.append("mlp"))
+    ids = batch_of("example")[0]
+    expected = model(ids).detach()
+    calls.clear()
+    stages = partition(model, layout=[2, 3]).stages([0, 1])
+    assert calls == []
+    assert torch.equal(forward_backward(stages, (ids,)), expected)
+    assert calls == ["mlp", "layer"] * LAYERS
+    assert all(layer._compiled_call_impl is not None for layer in model.layers[:2])
+
+
 def test_a_stage_can_be_copied_and_converted() -> None:
     ids, keywords = batch_of("qwen3")
     stages = partition(model_of("qwen3"), num_parts=3).stages(range(3))

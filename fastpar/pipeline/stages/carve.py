@@ -138,7 +138,7 @@ def shallow_copy(module: nn.Module) -> nn.Module:
     """The same module with dictionaries of its own, so that children, tensors and hooks can differ."""
     if nn.utils.parametrize.is_parametrized(module):  # whose __getstate__ refuses copies
         twin = type(module).__new__(type(module))
-        twin.__dict__.update(vars(module))
+        twin.__dict__.update(nn.Module.__getstate__(module))
     else:
         twin = copy.copy(module)
     for name, value in vars(twin).items():

@@ -307,7 +307,8 @@ def hollow_copy(module: nn.Module, model: nn.Module) -> nn.Module:
 def _hollow(module: nn.Module, packages: frozenset[str], memo: dict[int, Any]) -> nn.Module:
     twin = shallow_copy(module)
     # What a forward puts into containers, which several modules may hold to add their losses to, must not stay there.
-    own = {name: value for name, value in vars(module).items() if name not in _OF_MODULES}
+    # Without what `module.compile()` has set, which runs the module that it was called on.
+    own = {name: value for name, value in nn.Module.__getstate__(module).items() if name not in _OF_MODULES}
     twin.__dict__.update({name: with_own_containers(value, memo) for name, value in own.items()})
     for name in _HOOKS:
         kept = {key: hook for key, hook in getattr(module, name).items() if _package_of(hook) in packages}
