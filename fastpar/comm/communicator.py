@@ -129,6 +129,12 @@ class Communicator:
         """Itself: a copied model still runs on the same group."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Communicator holds its processes' group and is not pickled; nor are models that fastpar has split over "
+            "one: save model.state_dict(), or fastpar.save_pretrained(model, folder)"
+        )
+
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, timeout={self.timeout:g})"
 

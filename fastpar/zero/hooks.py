@@ -259,6 +259,12 @@ class UncompiledHook:
         self._prepare()
         return result
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a model whose parameters stage 3 has sharded is not pickled: save zero.state_dict() or "
+            "model.state_dict(), or torch.save the model after zero.detach()"
+        )
+
     def __deepcopy__(self, memo: Any) -> Any:
         return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")
 

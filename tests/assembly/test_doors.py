@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,25 @@ def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
         fp.parallelize(compiled, None, {"0": "colwise"})
     with pytest.raises(ValueError, match=around):
         fp.parallelize_pipeline(compiled, fp.init_mesh(), num_microbatches=1)
+
+
+def test_what_cannot_be_pickled_says_what_to_save_instead() -> None:
+    alone = fp.Communicator(None)
+    split = fp.parallelize(nn.Sequential(nn.Linear(2, 3)), alone, {"0": "colwise"})
+    sharded = nn.Linear(2, 3)
+    zero = fp.zero.shard(sharded, torch.optim.SGD(sharded.parameters(), lr=0.1), group=alone, stage=3)
+    pipe = fp.pipeline.Pipeline([nn.Linear(2, 3)], fp.pipeline.make_schedule("gpipe", 1, 1))
+    for what, message in (
+        (split, r"model\.state_dict\(\)"),
+        (sharded, r"zero\.state_dict\(\)"),
+        (pipe, r"pipe\.state_d"),
+    ):
+        with pytest.raises(TypeError, match=rf"pickled.*save .*{message}"):
+            pickle.dumps(what)
+    with pytest.raises(TypeError, match=r"neither copied"):
+        copy.deepcopy(pipe)
+    zero.detach()
+    assert pickle.loads(pickle.dumps(sharded)).weight.equal(sharded.weight)
 
 
 def test_batch_statistics_of_a_part_of_the_batch_are_warned_of() -> None:

@@ -256,6 +256,12 @@ class Pipeline(RankModules):
             "ranks (pipe.state_dict() has the names of the whole model) in a model on one rank, and generate there"
         )
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Pipeline is neither copied nor pickled, as it holds memory that its ranks share: copy or save "
+            "pipe.state_dict()"
+        )
+
     # Running
 
     def _program(self, actions: Iterable[Action]) -> list[tuple[Callable[[Pipeline, Action], None], Action]]:
