@@ -32,7 +32,7 @@ _QUESTIONS = {
     "is_floating_point",
     "__len__",
 }
-_QUESTIONS |= {"get_device", "__hash__", "__repr__", "data_ptr"}
+_QUESTIONS |= {"get_device", "__hash__", "__repr__", "data_ptr", "_is_view"}
 _QUESTIONS |= {"backward", "register_hook", "retain_grad", "requires_grad_", "register_post_accumulate_grad_hook"}
 _READ = {
     "shape",
@@ -77,8 +77,19 @@ class SplitLogits(DTensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        # Between the graphs of a compiled function the compiler looks into all code.
+        if torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+            return torch.compiler.disable(cls._answer)(func, args, kwargs or {})
+        return cls._answer(func, args, kwargs or {})
+
+    @staticmethod
+    def _answer(func: Any, args: Any, kwargs: Any) -> Any:
         name = getattr(func, "__name__", "")
+        if name == "_is_view" and torch.compiler.is_compiling():  # its first question about what would enter a graph
+            raise torch._dynamo.exc.Unsupported(
+                "logits that are split over the vocabulary enter no graph of torch.compile: what computes with them "
+                "runs uncompiled"
+            )
         # An overload: below autograd, called again by a dispatch mode (a counter, selective checkpointing).
         first, is_overload = args[0] if args else None, isinstance(func, torch._ops.OpOverload)
         if is_overload or _is_question(func, name):

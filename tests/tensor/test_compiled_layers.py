@@ -200,3 +200,33 @@ def test_a_language_model_that_is_compiled_as_a_whole_trains() -> None:
     for locks, breaks in run_ranks(2, whole_language_model):
         assert locks == 0
         assert breaks > 0  # before the loss
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), target[:, 1:].flatten())
+
+
+def of_all_logits(logits: Tensor, target: Tensor) -> Tensor:
+    return logits.logsumexp(-1).mean() - (2 * logits).gather(-1, target[..., None]).mean()
+
+
+def losses() -> None:
+    warnings.simplefilter("ignore")
+    plain = nn.Sequential(nn.Linear(4, 7)).double()
+    split: Any = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, {"0": "vocab"})
+    x, target = torch.randn(2, 3, 4, dtype=torch.double), torch.tensor([[0, 6, 2], [5, 3, 1]])
+    for loss in (cross_entropy, of_all_logits):
+        torch._dynamo.reset()
+        expected, found = loss(plain(x), target), torch.compile(loss, backend="eager")(split(x), target)
+        torch.testing.assert_close(found, expected)
+        for model, value in ((plain, expected), (split, found)):
+            model.zero_grad()
+            value.backward()
+        torch.testing.assert_close(split[0].weight.grad.full_tensor(), plain[0].weight.grad)
+    torch._dynamo.reset()
+    with pytest.raises(RuntimeError, match=r"split over the vocabulary enter no graph"):
+        torch.compile(of_all_logits, backend="eager", fullgraph=True)(split(x), target)
+
+
+def test_compiled_losses_take_split_logits() -> None:
+    run_ranks(2, losses)
