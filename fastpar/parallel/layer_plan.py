@@ -199,7 +199,9 @@ class LayerPlan:
         if self.sequence:
             Trial(module, call, styles, splits, self.size).run(True)
         dropouts = dict.fromkeys(trial.whole_dropouts, DropoutStyle())
-        if "" in styles:
+        if "" not in styles:
+            _refuse_dropouts(module, trial)
+        else:
             styles = styles | {"": dataclasses.replace(cast(BlockStyle, styles[""]), is_tried=True)}
         return styles | dropouts | {name: STYLES[kind] for name, kind in kinds.items() if name not in styles}
 
@@ -291,7 +293,19 @@ class LayerPlan:
             raise TrialError("it passes more on than the hidden states")
         splits = block_splits(self.modules[""], self.settled, self.size, self.path)
         for sequence in (False, True) if self.sequence else (False,):
-            Trial(self.modules[""], call, self.settled, splits, self.size, cuts_all=False).run(sequence)
+            trial = Trial(self.modules[""], call, self.settled, splits, self.size, cuts_all=False)
+            trial.run(sequence)
+            if self.loose:
+                _refuse_dropouts(self.modules[""], trial)
+
+
+def _refuse_dropouts(module: nn.Module, trial: Trial) -> None:
+    """Of linears in no block: dropout between them would drop other elements of the whole on every rank."""
+    blocks = tuple(f"{path}." for path, style in trial.styles.items() if isinstance(style, BlockStyle))
+    for name in trial.split_dropouts:
+        p = getattr(module.get_submodule(name), "p", 0.0)
+        if p > 0 and not name.startswith(blocks):
+            raise TrialError(f"{name} (p={p}) would draw the same mask for other heads or features on every rank")
 
 
 def _is_full(style: Style) -> bool:

@@ -28,6 +28,7 @@ from fastpar.parallel.model_methods import (
 from fastpar.parallel.on_grid import cut_batches, cut_features, share_ends
 from fastpar.parallel.router_groups import connect_routers
 from fastpar.parallel.styles import SwapContext, WholeStyle
+from fastpar.parallel.styles.linear import is_colwise, splits_features
 from fastpar.parallel.styles.whole import apply_default
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pretrained.adapters import models_to_save
@@ -189,6 +190,11 @@ class Swap:
             gathered=tuple(context.gathered),
             layers={path: context.regions.get(parent) for parent, paths in context.streams.items() for path in paths},
             draws_by_layout=frozenset(p for p, m in context.modules.items() if uses_layout_attention(m)),
+            features={
+                path: is_colwise(style)
+                for path, style in context.styles.items()
+                if splits_features(style) and context.block_of(path) is None
+            },
             is_part=any(isinstance(module, Absent) for module in context.modules.values()),
         )
         device = next((p.device for p in context.model.parameters()), torch.device("cpu"))

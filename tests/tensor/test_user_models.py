@@ -496,6 +496,49 @@ def test_blocks_of_a_declared_plan_that_no_ids_reach_are_tried_when_they_are_cal
     run_ranks(2, _untried)
 
 
+class Drops(nn.Module):
+    """A layer whose MLP is no module of its own, with dropout between its linears, and after them."""
+
+    def __init__(self, inside: str = "", after: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.inside = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN), inside
+        self.drop, self.last = nn.Dropout(0.5), nn.Dropout(after)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = F.gelu(self.up(x))
+        if self.inside == "module":
+            h = self.drop(h)
+        elif self.inside:
+            h = F.dropout(h, 0.5, self.training)
+        return x + self.last(F.dropout(self.down(h), self.last.p, self.training))
+
+
+def _drops() -> None:
+    pairs = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    for inside in ("function", "module"):
+        model = Model()
+        model.blocks = nn.ModuleList([Drops(), Drops(inside)])
+        parallel: Any = fp.parallelize(model, dist.group.WORLD, pairs)
+        what = r"blocks.1.drop \(" if inside == "module" else r"blocks.1 \(Drops\)"
+        with pytest.raises(ValueError, match=rf"{what}.* between a column- and a row-parallel linear"):
+            parallel(ids())
+        parallel.eval()(ids())
+    model = Model()
+    model.blocks = nn.ModuleList([Drops(), Drops("module")])
+    parallel = fp.parallelize(model, dist.group.WORLD)
+    split = {row["module"] for row in fp.explain(parallel).rows if row["style"] in ("colwise", "rowwise")}
+    assert split == {"blocks.0.up", "blocks.0.down"}
+    parallel(ids())
+    model = Model()
+    model.blocks = nn.ModuleList([Drops(after=0.5)])
+    parallel = fp.parallelize(model, dist.group.WORLD, pairs)
+    parallel(ids()).sum().backward()
+
+
+def test_dropout_between_split_linears_that_are_in_no_block_is_refused() -> None:
+    run_ranks(2, _drops)
+
+
 class TalkingHeads(nn.Module):
     """Two heads of four features, mixed before the softmax: keys stay whole, and their bias has a gradient of zero."""
 

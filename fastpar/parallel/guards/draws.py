@@ -12,13 +12,14 @@ rank, in front of the next module: ranks draw alike often, and have to, until th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fastpar.parallel.guards.agreement import TORCH, generator_state, state_of
+from fastpar.tensor import LayoutDropout
 
 # Where a draw is wrong: of a module's path, why it is, or nothing.
 Verdict = Callable[[str, nn.Module], str]
@@ -31,8 +32,16 @@ class DrawGuard:
     is wrong there.
     """
 
-    def __init__(self, device: torch.device, verdict: Verdict, ranks: str = "this tensor-parallel group"):
-        self.device, self.verdict, self.ranks = device, verdict, ranks
+    def __init__(
+        self,
+        device: torch.device,
+        verdict: Verdict,
+        ranks: str = "this tensor-parallel group",
+        features: Mapping[str, bool] | None = None,
+    ):
+        """features  of linears in no block: whether a rank has features of its own after it, or no longer"""
+        self.device, self.verdict, self.ranks, self.features = device, verdict, ranks, features or {}
+        self._has_own_features = False
         self._apart: dict[str, bytes] = {}  # states of generators that differ between the ranks
         self._handles: list[Any] = []
         self._inside: list[tuple[str, nn.Module]] = []
@@ -42,7 +51,7 @@ class DrawGuard:
     def start(self, model: nn.Module, apart: Iterable[str] = ()) -> None:
         """Watch the forward that begins. RuntimeError in it for a draw from a generator that stands `apart`."""
         self.stop()
-        self._seen, self.reason = generator_state(self.device), ""
+        self._seen, self.reason, self._has_own_features = generator_state(self.device), "", False
         self._apart = {name: state_of(name, self.device) for name in apart}
         self._inside = [("", model)]  # whose hooks before its forward are running: ours would come too late
         for path, module in model.named_modules():
@@ -100,13 +109,26 @@ class DrawGuard:
         if torch.equal(state, self._seen):
             return
         self._seen = state
-        if self._inside and not self.reason:
-            self.reason = self.verdict(*self._inside[-1])
+        if self._inside:
+            self._judge(*self._inside[-1])
+
+    def _judge(self, path: str, module: nn.Module) -> None:
+        if self._has_own_features and not self.reason:
+            self.reason = (
+                f"{path} ({type(module).__name__}) draws random numbers between a column- and a row-parallel linear, "
+                "on this rank's heads or features: every rank would use the same mask on others, and the result would "
+                "depend on the layout. Set its dropout to 0, or leave these linears whole"
+            )
+        self.reason = self.reason or self.verdict(path, module)
 
     def _enter(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, _args: Any) -> None:
             self._look_apart()
             self._look()
+            if self._has_own_features and isinstance(module, nn.Dropout | LayoutDropout) and module.p > 0:
+                self._judge(path, module)  # whatever it draws from
+            if not self.features.get(path, True):
+                self._has_own_features = False
             self._inside.append((path, module))
 
         return hook
@@ -116,4 +138,5 @@ class DrawGuard:
             self._look_apart()
         self._look()
         if self._inside:
-            self._inside.pop()
+            path, _ = self._inside.pop()
+            self._has_own_features = self._has_own_features or self.features.get(path, False)

@@ -66,6 +66,7 @@ class WatchedPlan:
     gathered: Sequence[str] = ()  # modules that are left whole, on all tokens
     layers: Mapping[str, SequenceRegion | None] = field(default_factory=dict)  # that pass the stream on; split or not
     draws_by_layout: frozenset[str] = frozenset()  # modules whose draws do not depend on the layout
+    features: Mapping[str, bool] = field(default_factory=dict)  # of linears outside of blocks: `DrawGuard`
     is_part: bool = False  # of a pipeline, whose backward runs in pieces
 
     def block_of(self, path: str) -> str | None:
@@ -90,7 +91,7 @@ class Watch:
         self.eager = EagerLook()
         self.data: DataOfDTensors | None = None  # a copied model is not looked at
         self.inputs = InputGuard(comm, device)
-        self.draws = DrawGuard(device, _verdict(plan))
+        self.draws = DrawGuard(device, _verdict(plan), features=plan.features)
         self.gradients, self.positions, self.members = GradientGuard(comm), PositionGuard(comm), MemberGuard()
         split = {path: region for path, region in plan.layers.items() if region is not None}
         # On a grid of parts too: what has a row for each sequence is told by its size, which may be that of something.

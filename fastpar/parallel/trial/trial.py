@@ -53,6 +53,7 @@ class Trial:
     cuts_all: bool = True  # under sequence parallelism all tensors shaped like the hidden states are parts, not one
     also_parts: tuple[torch.Size, ...] = ()  # shapes of other inputs that are parts of the sequence, too
     whole_dropouts: list[str] = field(default_factory=list)  # found by `run`: those whose input no rank has a part of
+    split_dropouts: list[str] = field(default_factory=list)  # whose input each rank has other heads or features of
     floor: float = 0.0  # the largest gradient; what is five digits smaller is rounding
 
     def run(self, sequence: bool) -> dict[str, str]:
@@ -192,6 +193,7 @@ class Trial:
         first = seen[0]
         alike = [name for name, x in first.items() if all(_equal(other[name], x) for other in seen if name in other)]
         self.whole_dropouts = [name for name in alike if first[name].shape == shape]
+        self.split_dropouts = [name for name in first if name not in alike]
 
     def _linear(self, path: str, style: Style, linear: nn.Module, rank: VirtualRank) -> nn.Module:
         stored = cast(Tensor, linear._parameters["weight"])
