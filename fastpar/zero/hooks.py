@@ -239,6 +239,12 @@ _WITHOUT_RESULTS = (
 )
 
 
+def is_under_compiler() -> bool:
+    """In code that torch.compile traces, and in what runs between its pieces. (To disable always would wrap anew at
+    every call.)"""
+    return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
+
+
 class UncompiledHook:
     """A hook that torch.compile does not look into: the model is compiled in pieces between hooks.
 
@@ -249,8 +255,7 @@ class UncompiledHook:
         self._hook, self._prepare = hook, prepare
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # In traced code, and in what runs between its pieces. (Always disabling would wrap anew at every call.)
-        if torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None:
+        if is_under_compiler():
             return torch.compiler.disable(self._call_and_prepare)(*args, **kwargs)
         return self._hook(*args, **kwargs)
 

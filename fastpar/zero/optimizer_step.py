@@ -39,6 +39,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from fastpar.tensor.optimizer_numbers import reading_whole
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local, own_storage
+from fastpar.zero.hooks import is_under_compiler
 from fastpar.zero.sharded_param import ShardedParam
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -273,6 +274,11 @@ class Stepper:
     def _before(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._is_stepping:
             return None
+        if is_under_compiler():  # around the step, which talks to other ranks
+            return torch.compiler.disable(self._step)(optimizer, args, kwargs)
+        return self._step(optimizer, args, kwargs)
+
+    def _step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._is_stepping = True
         try:
             with outside_inference_mode():

@@ -660,6 +660,31 @@ def compiled_runs() -> list[Parameters]:
     return found
 
 
+def compiled_step_runs() -> list[Parameters]:
+    found = []
+    for stage in (None, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(7, 5, bias=False), nn.Linear(5, 2, bias=False))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        if stage is not None:
+            shard(model, optimizer, stage, persistent_share=0.0)
+            optimizer.step = torch.compile(optimizer.step, backend="eager")  # type: ignore[method-assign]
+        for step in range(2):
+            (loss_of_all(model, step, 2) if stage is None else loss_here(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole_values(model))
+        torch._dynamo.reset()
+    return found
+
+
+def test_a_step_that_is_compiled_as_a_whole_is_taken() -> None:
+    """torch's own advice for its optimizers."""
+    for expected, *runs in run_ranks(2, compiled_step_runs):
+        for stage, found in zip((2, 3), runs, strict=True):
+            assert_close(found, expected, stage)
+
+
 def test_optimizers_compile_their_updates() -> None:
     """Rows have offsets in the memory that they share, which the compiler takes for none of a DTensor's."""
     for expected, *runs in run_ranks(2, compiled_runs):
