@@ -95,6 +95,7 @@ class Stage3:
                            those of parameters that are split over the mesh's ep or etp
     options                of which `ShardOptions` says what they are; the smallest parameters (`persistent_share`) are
                            kept whole on every rank
+    held_by                the number of the optimizer that has a parameter, by the parameter's id
     budget                 bytes that may be unsharded at a time when something is prefetched; by default those of the
                            two largest units. What runs is gathered in any case
 
@@ -105,9 +106,16 @@ class Stage3:
     coded_bytes = 0
 
     def __init__(
-        self, model: nn.Module, groups: Groups, options: ShardOptions | None = None, *, budget: int | None = None
+        self,
+        model: nn.Module,
+        groups: Groups,
+        options: ShardOptions | None = None,
+        *,
+        held_by: Mapping[int, int] | None = None,
+        budget: int | None = None,
     ) -> None:
         options = options or ShardOptions(stage=3)
+        self._held_by = {} if held_by is None else held_by
         self.model, self.groups = model, groups
         self.reshard_after_forward = options.reshard_after_forward
         numels = {name: local(parameter).numel() for name, parameter in model.named_parameters()}
@@ -140,7 +148,7 @@ class Stage3:
         by_name = {param.name: param for param in self.reducer.params}
         self.params: list[ShardedParam] = [by_name[name] for name in numels if name in by_name]
         self.whole_bytes = self.peak_bytes = 0
-        self._epoch = 0  # counts updates of the shards
+        self._epochs = dict.fromkeys(self.units, 0)  # counts updates of the shards
         self._versions: dict[ParamGroup, list[int]] = {}  # of the parameters at rest, when they were last looked at
         self._states = {unit: UnitState() for unit in self.units}
         self._spare: list[ParamGroup] = []  # gathered early, or kept for what may follow: the oldest first
@@ -190,7 +198,9 @@ class Stage3:
 
     def published(self, owner: int | None = None) -> None:
         """After shards were written to: waits until all ranks have. Collective."""
-        self._epoch += 1
+        for unit in self.units:
+            if owner is None or owner in self._owners_of(unit):  # what others wait with to go back through is as it was
+                self._epochs[unit] += 1
         self.formats.roll()
         self.store.settle()
         for groups in self.groups.with_experts():
@@ -198,6 +208,10 @@ class Stage3:
         if self.store.has_memory:
             self._versions = {unit: _versions_at_rest(unit) for unit in self.units}
         self.reducer.writes.note()
+
+    def _owners_of(self, unit: ParamGroup) -> set[int | None]:
+        """The numbers of the optimizers that update parameters of a unit."""
+        return {self._held_by.get(id(x)) for x in (*unit.unsharded, *unit.sharded)}
 
     def _replicas(self) -> Iterator[Replica]:
         """What several ranks hold alike: persistent parameters, and rows over the replicas of shards."""
@@ -369,7 +383,7 @@ class Stage3:
 
     def _need(self, unit: ParamGroup) -> None:
         """Make a unit whole."""
-        if unit.is_unsharded and unit.epoch != self._epoch and not self._states[unit].is_used:
+        if unit.is_unsharded and unit.epoch != self._epochs[unit] and not self._states[unit].is_used:
             self._free(unit)  # gathered before an update
         if unit in self._spare and not in_backward():
             self._follow_writes(unit)
@@ -378,7 +392,7 @@ class Stage3:
         if not unit.is_launched:
             self._launch(unit)
         if not unit.is_unsharded:
-            unit.install(self._epoch)
+            unit.install(self._epochs[unit])
 
     def _prefetch(self, unit: ParamGroup | None) -> None:
         """Begin to gather what probably comes next."""

@@ -89,7 +89,7 @@ class Zero:
         self._has_run = False  # with gradients, since the last step
         self.storages: list[ModelParams]
         if model is not None and options.stage == 3:
-            self.storages = [Stage3(model, groups, options)]
+            self.storages = [Stage3(model, groups, options, held_by=self._held_by)]
         else:
             self.storages = [
                 Replicas(*part, options, self._held_by, began=self._waiting.clear, model=model) for part in parts

@@ -471,6 +471,32 @@ def alternating(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int
     return whole_values(model)
 
 
+def faked(stage: int | None) -> Parameters:
+    """A generator's forward, a step of the discriminator on what it made, and the generator's backward pass."""
+    torch.manual_seed(0)
+    pair = nn.ModuleList(nn.Sequential(nn.Linear(n, 8), nn.Tanh(), nn.Linear(8, m)) for n, m in ((7, 7), (7, 1)))
+    optimizers = [torch.optim.SGD(part.parameters(), lr=0.1) for part in pair]
+    if stage is not None:
+        shard(pair, optimizers, stage)
+    for step in range(2):
+        fake = pair[0](batch(step, 0, 0)[0])
+        for made, optimizer in ((fake.detach(), optimizers[1]), (fake, optimizers[0])):
+            pair[1](made).square().mean().backward()
+            optimizer.step()
+            pair.zero_grad()
+    return whole_values(pair)
+
+
+def fakes() -> None:
+    expected = faked(None)
+    for stage in STAGES:
+        assert_close(faked(stage), expected, stage)
+
+
+def test_a_graph_outlives_the_step_of_an_optimizer_of_other_parameters() -> None:
+    run_ranks(SIZE, fakes)
+
+
 def hooked(model: Any, loss: Callable[[nn.Module, int], Tensor], stage: int | None, precision: Any) -> Parameters:
     optimizer = make_optimizer("sgd", model.parameters())
     if stage is not None:
