@@ -20,7 +20,7 @@ from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
 from fastpar.parallel.changes import Explanation
-from fastpar.parallel.checks import check_plan, heads_on_grid, resolve
+from fastpar.parallel.checks import check_has_values, check_plan, heads_on_grid, resolve
 from fastpar.parallel.context_parallel import check_ranks, region_for
 from fastpar.parallel.guards import sync_weights as sync_weights_of
 from fastpar.parallel.heads import HeadsError
@@ -116,6 +116,7 @@ def parallelize(
     split = _context(model, mesh, gather_logits)
     split.grid = grid
     comm = split.comm
+    check_has_values(model)
     if sync_weights != "none":  # first, as trials of other weights would find other things on every rank
         sync_weights_of(model, comm, broadcast=sync_weights == "broadcast")
         if split.expert_ranks > comm.size:  # else among the same ranks

@@ -57,7 +57,6 @@ def check_plan(context: SwapContext) -> dict[str, HeadSplit]:
         context.rows |= split.rows | split.parameters
     _check_shared(context)
     for path, module in context.modules.items():
-        _check_meta(path, module)
         _check_gradient_hooks(path, module)
         if context.comm.size > 1:
             _check_undeclared(path, module, context)
@@ -95,12 +94,14 @@ def uses_layout_attention(module: nn.Module) -> bool:
     )
 
 
-def _check_meta(path: str, module: nn.Module) -> None:
-    for name, param in module._parameters.items():
-        if param is not None and param.device.type == "meta":
+def check_has_values(model: nn.Module) -> None:
+    """ValueError for a parameter or a buffer on the meta device."""
+    for name, x in (*model.named_parameters(), *model.named_buffers()):
+        if x.device.type == "meta":
             raise ValueError(
-                f"{path or 'the model'}.{name} is on the meta device; materialise and initialise the model "
-                "before it is parallelised"
+                f"{name} is on the meta device; materialise and initialise the model before it is parallelised, its "
+                "buffers too (to_empty gives memory, load_state_dict no buffers that are not persistent), or let "
+                "fastpar.load_pretrained build and fill it"
             )
 
 

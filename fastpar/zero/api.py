@@ -159,6 +159,7 @@ def shard(
     )
     chosen.check(model, timeout)
     options.check_parameters(named.parameters, chosen.precision)
+    options.check_buffers(model)
     options.check_embeddings(model)
     chosen = replace(chosen, param_wires=param_wires_of(param_wire, named.parameters, chosen))
     options.check_optimizers(named.parameters, optimizers)

@@ -294,6 +294,16 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
     precision.check_names(list(named))
 
 
+def check_buffers(model: object) -> None:
+    """Raises ValueError for buffers without values, which ranks are to have alike."""
+    for name, buffer in model.named_buffers() if isinstance(model, nn.Module) else ():
+        if buffer.device.type == "meta":
+            raise ValueError(
+                f"the buffer {name} is on the meta device: give it its values before shard(...); load_state_dict "
+                "does not where a buffer is not persistent"
+            )
+
+
 def check_embeddings(model: object) -> None:
     """Raises ValueError for embeddings whose gradients are sparse, as collectives and shards are of dense ones; that
     write to their weights in forward, each rank to the rows of its own ids; or whose gradients a rank cannot compute

@@ -148,6 +148,13 @@ def test_meta_device_is_refused() -> None:
         model = mlp()
     with pytest.raises(ValueError, match="meta device; materialise"):
         fp.parallelize(model, None, MLP_PLAN)
+    model = mlp()
+    model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
+    for group in (None, FakeGroup(2)):
+        with pytest.raises(ValueError, match="angles is on the meta device; materialise"):
+            fp.parallelize(model, group, MLP_PLAN)
+    with pytest.raises(ValueError, match="angles is on the meta device: give it its values"):
+        fp.zero.shard(model, torch.optim.SGD(model.parameters()), group=fp.Communicator(None))
 
 
 def test_mesh_dims_it_does_not_handle_are_refused() -> None:
