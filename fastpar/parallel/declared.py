@@ -229,11 +229,16 @@ def _find_layers(model: nn.Module, *, one_list: bool) -> list[str]:
     if one_list and len(top) > 1:
         return []
     modules = dict(model.named_modules())
-    # One that is there twice is two layers.
-    inside = [
-        (f"{path}.{name}" if path else name, child) for path in top for name, child in modules[path]._modules.items()
-    ]
-    return [path for path, child in inside if child is not None and _holds_linears(child)]
+    found: dict[str, None] = {}
+    for path in top:
+        # One that is there twice is two layers.
+        inside = {name: child for name, child in modules[path]._modules.items() if child and _holds_linears(child)}
+        parent = path.rpartition(".")[0]
+        if parent and any(isinstance(child, nn.ModuleList) for child in inside.values()):  # which nobody calls
+            found[parent] = None
+        else:
+            found |= dict.fromkeys(f"{path}.{name}" if path else name for name in inside)
+    return list(found)
 
 
 def _is_list_of_layers(module: nn.Module) -> bool:

@@ -429,19 +429,34 @@ class Reads(nn.Module):
         return self.after(self.up(x), x)
 
 
+class Nested(nn.Module):
+    """Layers that are lists of modules, which nobody calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            [nn.ModuleList([nn.LayerNorm(HIDDEN), MLP()]), nn.ModuleList([nn.Identity(), MLP()])]
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, mlp in self.layers:
+            x = x + mlp(norm(x))
+        return x
+
+
 class Captions(nn.Module):
-    """Two inputs and two stacks: patches in an nn.Sequential of blocks, and ids."""
+    """Two inputs and three stacks: patches in an nn.Sequential of blocks, lists of lists, and ids."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.patches = nn.Conv2d(3, HIDDEN, 4, stride=4)
-        self.encoder = nn.Sequential(Block(), Block(Residual))
+        self.encoder, self.nested = nn.Sequential(Block(), Block(Residual)), Nested()
         self.embed, self.layers = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList([Reads(), Reads()])
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
-        seen = self.encoder(self.patches(pixels).flatten(2).transpose(1, 2))
+        seen = self.nested(self.encoder(self.patches(pixels).flatten(2).transpose(1, 2)))
         x = self.embed(ids)
         for layer in self.layers:
             x = layer(x, seen)
