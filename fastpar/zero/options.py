@@ -262,6 +262,11 @@ def optimizers_of(optimizer: Any) -> list[torch.optim.Optimizer]:
     for each in found:
         if not isinstance(each, torch.optim.Optimizer):
             raise TypeError(f"optimizer must be a torch.optim.Optimizer or several of them, got {type(each).__name__}")
+        if "_optimizer_state_dict_pre_hooks" not in vars(each):
+            raise TypeError(
+                f"this {type(each).__name__} has not called torch.optim.Optimizer.__init__, as wrappers of another "
+                "optimizer do not: give that one to shard(...), and step the wrapper as before"
+            )
         if is_of_zero(vars(each).get("zero_grad")):
             raise ValueError(
                 f"this {type(each).__name__} is sharded already: call detach() of what the first shard(...) returned "

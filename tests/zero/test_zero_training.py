@@ -374,6 +374,13 @@ def test_detach_leaves_a_model_that_trains_for_itself() -> None:
 # ---- errors
 
 
+class Wrapper(torch.optim.Optimizer):
+    """As Lookahead of timm."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+
 def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
     model = Net()
     optimizer = make_optimizer("adamw", model.parameters())
@@ -388,6 +395,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes() -> None:
         (TypeError, "a module or a pipeline as model, got list", (list(model.parameters()), optimizer), {"stage": 3}),
         (TypeError, "got Tensor at number 0", ([torch.ones(2)], optimizer), {}),
         (ValueError, "has no parameters", (nn.Tanh(), optimizer), {}),
+        (TypeError, "this Wrapper has not called .* give that one to shard", (model, Wrapper(optimizer)), {}),
         (ValueError, "LBFGS", (model, torch.optim.LBFGS(model.parameters())), {}),
         (
             ValueError,
