@@ -22,7 +22,7 @@ from fastpar.tensor.optimizer_numbers import reading_whole
 from fastpar.zero.groups import Groups, as_parameter, local
 from fastpar.zero.optimizer_step import copied, is_elementwise
 
-_ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
+_ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows; then equal ones
 _STEPS = 2
 _STEPS_APART = 4  # what is summed over parameters may act a step later than it is summed, and be zero in the first
 _TOLERANCE = 5e-2  # of the largest value: iterations in bfloat16 sum in another order
@@ -45,7 +45,8 @@ def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups, *, i
         for shape in sorted(shapes if is_apart else ()):
             _try_apart(optimizer, options, shape)
         for shape in sorted(shapes if groups.shard.size > 1 else ()):
-            _try(optimizer, options, _Trial(shape, groups))
+            for rows in (_ROWS, 2 * groups.shard.size):  # means of equal shards stay partial in DTensor, others do not
+                _try(optimizer, options, _Trial((rows, *shape[1:]), groups))
         split = [p for p in held if isinstance(p, DTensor) and any(not x.is_replicate() for x in p.placements)]
         kinds = {(p.ndim, str(p.placements), p.device_mesh.mesh_dim_names): p for p in split}
         for _, parameter in sorted(kinds.items(), key=lambda item: str(item[0])):

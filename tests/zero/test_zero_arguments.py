@@ -260,6 +260,18 @@ class GlobalNorm(LocalNorm):
                     p.sub_(p.grad / (p.grad.norm() + 1e-6) * group["lr"])
 
 
+class Cautious(LocalNorm):
+    """Steps where signs agree, over the share of these; DTensor writes to a mean only where shards are not equal."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    mask = (p * p.grad > 0).to(p.dtype)
+                    p.sub_(p.grad * mask / mask.mean().clamp_(min=1e-3) * group["lr"])
+
+
 def probed() -> None:
     torch.optim.AdamW(Net().parameters())  # torch puts hooks around a class's step when it makes the first one
     for stage in (1, 2, 3):
@@ -267,6 +279,7 @@ def probed() -> None:
             (torch.optim.Adafactor, "Adafactor cannot be sharded"),
             (LocalNorm, r"LocalNorm cannot be sharded: two steps on rows of a parameter \(5,\) differ"),
             (LocalClip, r"LocalClip cannot be sharded: two steps on rows of a parameter \(5,\) differ"),
+            (Cautious, r"Cautious cannot be sharded: .* \(RuntimeError: aten.clamp_"),
         ):
             model = Net()
             before = [p.clone() for p in model.parameters()]
