@@ -178,7 +178,13 @@ def first_plan(
     try:
         styles = match_plan(model, auto_plan(model))
     except UnknownModelError as error:
-        layers = _find_layers(model, one_list=sequence_parallel)
+        lists = _lists_of_layers(modules)
+        if sequence_parallel and len(lists) > 1:
+            several = UnknownModelError(
+                f"{error}. Nor has it one stream that could be split: {lists} are several lists"
+            )
+            return {}, several
+        layers = _layers_of(modules, lists)
         if not layers:
             return {}, error
         inner = tuple(f"{layer}." for layer in layers)
@@ -221,16 +227,15 @@ def _ends(model: nn.Module) -> dict[str, Style]:
     }
 
 
-def _find_layers(model: nn.Module, *, one_list: bool) -> list[str]:
-    """The elements of the outermost lists of modules that hold linears: an encoder's layers and a decoder's. With
-    `one_list` none where there are two, which are no one stream."""
-    lists = [path for path, module in model.named_modules() if _is_list_of_layers(module)]
-    top = [p for p in lists if not any(p.startswith(f"{other}." if other else "") for other in lists if other != p)]
-    if one_list and len(top) > 1:
-        return []
-    modules = dict(model.named_modules())
+def _lists_of_layers(modules: Mapping[str, nn.Module]) -> list[str]:
+    """The outermost lists of modules that hold linears: of an encoder's layers and a decoder's."""
+    lists = [path for path, module in modules.items() if _is_list_of_layers(module)]
+    return [p for p in lists if not any(p.startswith(f"{other}." if other else "") for other in lists if other != p)]
+
+
+def _layers_of(modules: Mapping[str, nn.Module], lists: Iterable[str]) -> list[str]:
     found: dict[str, None] = {}
-    for path in top:
+    for path in lists:
         # One that is there twice is two layers.
         inside = {name: child for name, child in modules[path]._modules.items() if child and _holds_linears(child)}
         parent = path.rpartition(".")[0]
