@@ -288,6 +288,11 @@ class Stage3:
         """The model is about to run: forget what a pass that has failed left."""
         if in_backward():  # of a checkpoint
             return
+        if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) or torch._C._get_tracing_state():
+            raise RuntimeError(
+                "a traced graph (make_fx, torch.jit.trace) would hold parameters that stage 3 gathers for a forward "
+                "and frees after it: trace the model before fastpar.zero.shard, or after zero.detach()"
+            )
         self.reducer.hide()
         self.release()
         if self._open:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.utils.prune
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import fastpar as fp
 from tests.dist import run_ranks
@@ -604,6 +605,8 @@ def functional_calls() -> None:
     shard(model, make_optimizer("sgd", model.parameters()), 3)
     with pytest.raises(RuntimeError, match="functional_call needs stage=2"):
         torch.func.functional_call(model, {"first.weight": torch.zeros(13, 7)}, (batch(0, 0, 0)[0],))
+    with pytest.raises(RuntimeError, match=r"traced graph .* would hold parameters that stage 3 gathers"):
+        make_fx(model)(batch(0, 0, 0)[0])
     loss(model, 0).backward()
 
 
