@@ -255,6 +255,11 @@ class OrderReducer(GradReducer):
             return
         if self._order is not None:
             self._order.append(index)
+        if hasattr(self.params[index].parameter, "pipeline_share"):
+            raise RuntimeError(
+                f"{self.params[index].name} is shared by stages of a pipeline that was made after shard(...), and its "
+                "gradient would be reduced before theirs is added: make the pipeline first, or shard with overlap=False"
+            )
         if self._has_come[index]:
             raise RuntimeError(
                 f"the gradient of {self.params[index].name} came twice in one backward pass; reentrant checkpoints do "

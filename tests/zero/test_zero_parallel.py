@@ -183,7 +183,6 @@ def sharded_pipeline(
         stage=stage,
         precision=precision,
         max_norm=MAX_NORM,
-        overlap=False,
     )
     norms = []
     for step in range(STEPS):
@@ -204,6 +203,11 @@ def pipeline_run() -> list[tuple[Parameters, list[float]]]:
         found, norms = sharded_pipeline(mesh, stage)
         assert_same(found, expected, f"stage {stage}")
         assert norms == expected_norms
+    late = nn.Linear(2, 2)
+    fp.zero.shard(late, torch.optim.SGD(late.parameters(), lr=0.1), group=mesh, stage=1)
+    late.weight.pipeline_share = (0, 2)
+    with pytest.raises(RuntimeError, match=r"weight is shared by stages of a pipeline that was made after shard\("):
+        late(torch.ones(1, 2)).sum().backward()
     return [sharded_pipeline(mesh, stage, fp.Precision.bf16()) for stage in (0, 2)]
 
 
