@@ -59,8 +59,10 @@ def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
     around = r"a OptimizedModule around the model: pass the model itself \(its ._orig_mod\)"
     with pytest.raises(ValueError, match=around):
         fp.parallelize(compiled, None, {"0": "colwise"})
+    mesh = fp.init_mesh()
     with pytest.raises(ValueError, match=around):
-        fp.parallelize_pipeline(compiled, fp.init_mesh(), num_microbatches=1)
+        fp.parallelize_pipeline(compiled, mesh, num_microbatches=1)
+    mesh.close()
 
 
 def test_what_cannot_be_pickled_says_what_to_save_instead() -> None:
