@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -245,6 +245,14 @@ def is_under_compiler() -> bool:
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def refuse_to_pickle() -> NoReturn:
+    """For what a model in stage 3 has: of which this rank's file would have no more than its own part."""
+    raise TypeError(
+        "a model in stage 3 cannot be pickled, which would have this rank's shards: save zero.state_dict() or "
+        "model.state_dict(), or torch.save the model after zero.detach()"
+    )
+
+
 class UncompiledHook:
     """A hook that torch.compile does not look into: the model is compiled in pieces between hooks.
 
@@ -265,10 +273,7 @@ class UncompiledHook:
         return result
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model whose parameters stage 3 has sharded is not pickled: save zero.state_dict() or "
-            "model.state_dict(), or torch.save the model after zero.detach()"
-        )
+        refuse_to_pickle()
 
     def __deepcopy__(self, memo: Any) -> Any:
         return OnCopy(self._hook.func.__name__) if isinstance(self._hook, partial) else OnCopy("")

@@ -71,6 +71,7 @@ from fastpar.zero.hooks import (
     UnitState,
     UnshardedCapture,
     containers,
+    refuse_to_pickle,
     results_in,
 )
 from fastpar.zero.offload.shard_store import ShardStore, use_files
@@ -366,10 +367,7 @@ class Stage3:
         return bool(self._states[unit].running)
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a model in stage 3 cannot be saved as an object, which would have this rank's shards: save state_dict() "
-            "of the model or of what shard(...) returned, or call detach() first"
-        )
+        refuse_to_pickle()
 
     @contextmanager
     def kept_unsharded(self, unit: ParamGroup) -> Iterator[None]:
