@@ -105,7 +105,7 @@ def shard(
     offload     "cpu", "nvme:FOLDER" or an Offload: master weights and optimizer states in the host's memory or a file;
                 in stage 3 "cpu+parameters" and "nvme+parameters:FOLDER" for the shards of parameters, too
     overlap     False: reduce in optimizer.step() and not during backward, as for the many passes of a pipeline, and in
-                any case where its stages share parameters, as of tied embeddings
+                any case where its stages share parameters, as of tied embeddings, or a head
     bucket_bytes
                 of gradients that travel together in stages 0 to 2
     wire        how gradients travel within the group that shards, or in stage 0: a `fastpar.comm.BlockWire` (8 bits), a
@@ -163,8 +163,8 @@ def shard(
     options.check_buffers(model)
     options.check_embeddings(model)
     chosen = replace(chosen, param_wires=param_wires_of(param_wire, named.parameters, chosen))
-    if any(hasattr(parameter, "pipeline_share") for parameter in named.parameters.values()):
-        chosen = replace(chosen, overlap=False)  # the pipeline adds what other stages have, when a run has ended
+    if any(hasattr(parameter, "pipeline_adds_grad") for parameter in named.parameters.values()):
+        chosen = replace(chosen, overlap=False)  # to what would be reduced already
     options.check_optimizers(named.parameters, optimizers)
     like: dict[str, Any] = {
         "is_sharded": stage > 0,

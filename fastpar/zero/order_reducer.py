@@ -255,7 +255,7 @@ class OrderReducer(GradReducer):
             return
         if self._order is not None:
             self._order.append(index)
-        if hasattr(self.params[index].parameter, "pipeline_share"):
+        if hasattr(self.params[index].parameter, "pipeline_adds_grad"):
             raise RuntimeError(
                 f"{self.params[index].name} is shared by stages of a pipeline that was made after shard(...), and its "
                 "gradient would be reduced before theirs is added: make the pipeline first, or shard with overlap=False"

@@ -145,24 +145,25 @@ def test_replicas_of_shards_average_within_and_then_across() -> None:
             assert_same(parameters, wanted, case)
 
 
-def pipeline(mesh: fp.Mesh) -> fp.pipeline.Pipeline:
-    """Two stages that share the embedding, which is the head's weight as well."""
+def pipeline(mesh: fp.Mesh, *, shard_head: bool = False) -> fp.pipeline.Pipeline:
+    """Two stages that share the embedding, which is the head's weight as well; or the head."""
 
     def loss(logits: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
-    model = build_model("example", torch.float32, **SMALL, tie_word_embeddings=True)
-    return fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, loss=loss)
+    model = build_model("example", torch.float32, **SMALL, tie_word_embeddings=not shard_head)
+    options: dict[str, Any] = {"shard_head": True} if shard_head else {"loss": loss}
+    return fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, **options)
 
 
-def averaged_pipeline(mesh: fp.Mesh) -> tuple[Parameters, list[float]]:
-    pipe, comm = pipeline(mesh), Communicator(mesh.group("dp"))
+def averaged_pipeline(mesh: fp.Mesh, *, shard_head: bool = False) -> tuple[Parameters, list[float]]:
+    pipe, comm = pipeline(mesh, shard_head=shard_head), Communicator(mesh.group("dp"))
     optimizer = adamw(pipe.parameters())
     norms = []
     for step in range(STEPS):
         pipe.step(*tokens(step, 0, mesh.rank("dp"))[:1], target=tokens(step, 0, mesh.rank("dp"))[1])
-        for p in pipe.parameters():
-            p.grad.copy_(comm.all_reduce(p.grad, "avg"))
+        for grad in (local(p.grad) for p in pipe.parameters()):
+            grad.copy_(comm.all_reduce(grad, "avg"))
         norms.append(fp.clip_grad_norm_(pipe.parameters(), MAX_NORM, mesh=mesh).item())
         optimizer.step()
         optimizer.zero_grad()
@@ -172,9 +173,9 @@ def averaged_pipeline(mesh: fp.Mesh) -> tuple[Parameters, list[float]]:
 
 
 def sharded_pipeline(
-    mesh: fp.Mesh, stage: int, precision: fp.Precision | None = None
+    mesh: fp.Mesh, stage: int, precision: fp.Precision | None = None, *, shard_head: bool = False
 ) -> tuple[Parameters, list[float]]:
-    pipe = pipeline(mesh)
+    pipe = pipeline(mesh, shard_head=shard_head)
     optimizer = adamw(pipe.parameters())
     zero = fp.zero.shard(
         pipe.named_parameters(),
@@ -198,14 +199,15 @@ def sharded_pipeline(
 
 def pipeline_run() -> list[tuple[Parameters, list[float]]]:
     mesh = fp.init_mesh(pp=2, dp_shard=2, device="cpu")
-    expected, expected_norms = averaged_pipeline(mesh)
-    for stage in (0, 1, 2):
-        found, norms = sharded_pipeline(mesh, stage)
-        assert_same(found, expected, f"stage {stage}")
-        assert norms == expected_norms
+    for shard_head in (False, True):
+        expected, expected_norms = averaged_pipeline(mesh, shard_head=shard_head)
+        for stage in (0, 1, 2):
+            found, norms = sharded_pipeline(mesh, stage, shard_head=shard_head)
+            assert_same(found, expected, f"stage {stage}, {shard_head=}")
+            assert norms == expected_norms
     late = nn.Linear(2, 2)
     fp.zero.shard(late, torch.optim.SGD(late.parameters(), lr=0.1), group=mesh, stage=1)
-    late.weight.pipeline_share = (0, 2)
+    late.weight.pipeline_adds_grad = True
     with pytest.raises(RuntimeError, match=r"weight is shared by stages of a pipeline that was made after shard\("):
         late(torch.ones(1, 2)).sum().backward()
     return [sharded_pipeline(mesh, stage, fp.Precision.bf16()) for stage in (0, 2)]

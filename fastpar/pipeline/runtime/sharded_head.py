@@ -123,7 +123,9 @@ class ShardedHead(nn.Module):
 
     def _shard(self, whole: Tensor) -> nn.Parameter:
         local = whole.detach()[self.start : self.stop].clone(memory_format=torch.contiguous_format)
-        return nn.Parameter(self._as_dtensor(local, whole.shape), requires_grad=whole.requires_grad)
+        parameter = nn.Parameter(self._as_dtensor(local, whole.shape), requires_grad=whole.requires_grad)
+        vars(parameter)["pipeline_adds_grad"] = True  # see SharedGrads
+        return parameter
 
     def _as_dtensor(self, local: Tensor, shape: torch.Size) -> Tensor:
         if self._mesh is None:

@@ -12,7 +12,9 @@ unusual writes the copies are compared.
 
 So that a norm over all stages counts such a parameter once, its tensors carry the attribute `pipeline_share`: (index,
 count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank. So that
-a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`.
+a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`. What the
+pipeline adds to gradients beside autograd, which whoever reduces them during backward would miss, is marked by
+`pipeline_adds_grad`.
 """
 
 from __future__ import annotations
@@ -104,6 +106,7 @@ class SharedGrads:
             for i, own in enumerate(parameter.own):
                 share = (parameter.ranks.index(rank), len(parameter.ranks)) if i == 0 else None
                 own.pipeline_share = share  # type: ignore[attr-defined]
+                own.pipeline_adds_grad = True  # type: ignore[attr-defined]
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._ready: set[int] = set()  # parts whose backward has ended
         self._sent: set[tuple[int, ...]] = set()  # groups whose contributions are on their way
