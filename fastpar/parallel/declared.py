@@ -16,7 +16,7 @@ from fastpar.arguments import checked
 from fastpar.parallel.plan import match_plan, matching, module_paths
 from fastpar.parallel.stacked_experts import is_stacked
 from fastpar.parallel.styles import STYLES, ExpertStyle, Style, VocabStyle, WholeStyle
-from fastpar.parallel.trial import is_linear
+from fastpar.parallel.trial import holds_linears
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor.own_forward import check_parameters
 
@@ -234,22 +234,23 @@ def _lists_of_layers(modules: Mapping[str, nn.Module]) -> list[str]:
 
 
 def _layers_of(modules: Mapping[str, nn.Module], lists: Iterable[str]) -> list[str]:
+    """The modules in these lists that hold linears; of lists of lists, which nobody calls, what runs them."""
     found: dict[str, None] = {}
     for path in lists:
         # One that is there twice is two layers.
-        inside = {name: child for name, child in modules[path]._modules.items() if child and _holds_linears(child)}
+        held = modules[path]._modules
+        inside = {name: child for name, child in held.items() if child is not None and holds_linears(child)}
         parent = path.rpartition(".")[0]
-        if parent and any(isinstance(child, nn.ModuleList) for child in inside.values()):  # which nobody calls
+        if parent and any(isinstance(child, nn.ModuleList) for child in inside.values()):
             found[parent] = None
         else:
             found |= dict.fromkeys(f"{path}.{name}" if path else name for name in inside)
-    return list(found)
+    return [path for path in found if not any(path.startswith(f"{other}.") for other in found)]
 
 
 def _is_list_of_layers(module: nn.Module) -> bool:
-    """Not a list of linears, nor a chain of them and of what is between."""
-    return isinstance(module, nn.ModuleList | nn.Sequential) and any(map(_holds_linears, module.children()))
-
-
-def _holds_linears(module: nn.Module) -> bool:
-    return not is_linear(module) and any(map(is_linear, module.modules()))
+    """Not a list of linears, nor a chain of them and of what is between; nor a dict that names other lists."""
+    inside = [child for child in module.children() if holds_linears(child)]
+    if isinstance(module, nn.ModuleDict):
+        return bool(inside) and not any(isinstance(child, nn.ModuleList | nn.ModuleDict) for child in inside)
+    return isinstance(module, nn.ModuleList | nn.Sequential) and bool(inside)

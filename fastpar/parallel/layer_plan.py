@@ -28,7 +28,7 @@ from fastpar.parallel.styles import (
     WholeStyle,
 )
 from fastpar.parallel.styles.linear import is_rowwise, splits_features
-from fastpar.parallel.trial import CodeError, RecordedCall, Trial, TrialError, is_linear, is_per_token
+from fastpar.parallel.trial import CodeError, RecordedCall, Trial, TrialError, holds_linears, is_linear, is_per_token
 from fastpar.pretrained.adapters import is_adapter
 
 _KEPT = (ExpertStyle, DropoutStyle, ReplicateStyle, VocabStyle)  # declared inside a layer, and right without a trial
@@ -109,7 +109,7 @@ class LayerPlan:
 
     def _finds_deeper(self, path: str, module: nn.Module) -> bool:
         """Whether there are blocks within a module that is none, which are settled then."""
-        if is_linear(module) or not any(_holds_linears(child) for child in module.children()):
+        if is_linear(module) or not any(holds_linears(child) for child in module.children()):
             return False
         before = dict(self.settled)
         for name, _ in module.named_children():
@@ -319,10 +319,6 @@ def _qualified_kind(module: nn.Module) -> str:
 
 def _holds_experts(module: nn.Module) -> bool:
     return any(is_stacked(child) for child in module.modules())
-
-
-def _holds_linears(module: nn.Module) -> bool:
-    return not is_linear(module) and any(map(is_linear, module.modules()))
 
 
 def _chooses_parameters(module: nn.Module) -> bool:

@@ -164,7 +164,7 @@ def shard(
     options.check_embeddings(model)
     chosen = replace(chosen, param_wires=param_wires_of(param_wire, named.parameters, chosen))
     if any(hasattr(parameter, "pipeline_adds_grad") for parameter in named.parameters.values()):
-        chosen = replace(chosen, overlap=False)  # to what would be reduced already
+        chosen = replace(chosen, overlap=False)  # a reduction during backward would miss what the pipeline adds
     options.check_optimizers(named.parameters, optimizers)
     like: dict[str, Any] = {
         "is_sharded": stage > 0,

@@ -445,20 +445,21 @@ class Nested(nn.Module):
 
 
 class Captions(nn.Module):
-    """Two inputs and three stacks: patches in an nn.Sequential of blocks, lists of lists, and ids."""
+    """Two inputs and three stacks: patches in an nn.Sequential of blocks and lists of lists, ids in a dict."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.patches = nn.Conv2d(3, HIDDEN, 4, stride=4)
         self.encoder, self.nested = nn.Sequential(Block(), Block(Residual)), Nested()
-        self.embed, self.layers = nn.Embedding(VOCAB, HIDDEN), nn.ModuleList([Reads(), Reads()])
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleDict({"first": Reads(), "second": Reads()})
         self.head = nn.Linear(HIDDEN, VOCAB)
 
     def forward(self, pixels: Tensor, ids: Tensor) -> Tensor:
         seen = self.nested(self.encoder(self.patches(pixels).flatten(2).transpose(1, 2)))
         x = self.embed(ids)
-        for layer in self.layers:
+        for layer in self.layers.values():
             x = layer(x, seen)
         return self.head(x)
 

@@ -211,3 +211,8 @@ def _copied(tree: Any) -> Any:
 def is_linear(module: nn.Module) -> bool:
     """An `nn.Linear`, or GPT-2's Conv1D, whatever its forward."""
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def holds_linears(module: nn.Module) -> bool:
+    """Whether there are linears in a module that is none itself."""
+    return not is_linear(module) and any(map(is_linear, module.modules()))
