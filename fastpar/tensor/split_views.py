@@ -22,6 +22,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from fastpar.tensor.dtensor_data import take_data
 from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
+from fastpar.tensor.optimizer_trial import try_in_first_steps
 
 _VIEWS = (
     "__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view", "reshape",
@@ -108,6 +109,7 @@ def _is_copy(view: DTensor, x: DTensor) -> bool:
 def watch_views(parameter: Tensor) -> None:
     """Refuse writes to copies of this parameter's parts, and of what is split like it: gradients, averages."""
     if isinstance(parameter, DTensor):
+        try_in_first_steps()
         read_whole_numbers_in_steps()
         _mark_copies()
         take_data(_is_split)

@@ -20,7 +20,6 @@ fastpar.optim) is taken at its word. Any other is tried first: see optimizer_tri
 
 from __future__ import annotations
 
-import copy
 import inspect
 import itertools
 import weakref
@@ -37,12 +36,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from fastpar.tensor.optimizer_numbers import reading_whole
+from fastpar.tensor.optimizer_trial import copied, is_elementwise
 from fastpar.zero.flat import FlatLayout
 from fastpar.zero.groups import Groups, as_dtensor, local, own_storage
 from fastpar.zero.hooks import is_under_compiler
 from fastpar.zero.sharded_param import ShardedParam
 
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 SCALARS = ("step", "eta", "mu", "mu_product")  # states of torch's optimizers that are one number for any parameter
 SCALER_SCALARS = ("grad_scale", "found_inf", "grad_factor")  # attributes of an optimizer, for one step
 MASTER = "master_param"  # among the states of a parameter: its master weights
@@ -392,14 +391,6 @@ def _register_before(owner: Any, last: int, hook: Any) -> Any:
     return handle
 
 
-def copied(value: Any) -> Any:
-    """A deep copy, or the value itself of what has none: groups and the like, which no step changes."""
-    try:
-        return copy.deepcopy(value)
-    except Exception:
-        return value
-
-
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: copied(value) for key, value in group.items() if key != "params"}
 
@@ -430,14 +421,6 @@ class KeptCounts:
                 if isinstance(value, Tensor):
                     held[key].copy_(value)
                 group[key] = held[key] if isinstance(value, Tensor) else copied(value)
-
-
-def is_elementwise(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer is known to treat every element for itself."""
-    kind = type(optimizer)
-    return (kind.__module__.startswith("torch.optim") and kind.__name__ in ELEMENTWISE) or getattr(
-        optimizer, "is_elementwise", False
-    )
 
 
 @contextmanager

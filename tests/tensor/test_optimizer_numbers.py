@@ -1,4 +1,5 @@
-"""What a program reads of split models' parameters: numbers in an optimizer's step, attributes of whole modules."""
+"""What a program reads of split models' parameters: numbers in an optimizer's step, attributes of whole modules;
+and which optimizers step them."""
 
 from __future__ import annotations
 
@@ -120,6 +121,7 @@ def read_around_steps() -> list[bool]:
         found.append(abs(weight.abs().sum().item() - float(weight.full_tensor().abs().sum())) < 1e-12)
 
     class Reader(torch.optim.SGD):
+        is_elementwise = True  # and is not tried
         raises = True
 
         def step(self, closure: Any = None) -> None:
@@ -140,6 +142,57 @@ def read_around_steps() -> list[bool]:
 
 def test_numbers_are_those_of_the_rank_again_after_a_step() -> None:
     assert run_ranks(2, read_around_steps) == [[False, True, False, True, False]] * 2
+
+
+class LocalNorm(torch.optim.Optimizer):
+    """Divides by a norm of this rank's part, behind DTensor's back; draws a number and counts in every step."""
+
+    steps = 0
+
+    def __init__(self, params: Any, whole: bool) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.whole = whole
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        torch.rand(1)
+        LocalNorm.steps += 1
+        for p in [p for group in self.param_groups for p in group["params"] if p.grad is not None]:
+            grad = p.grad if self.whole else p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad
+            p.add_(p.grad / (grad.norm() + 1e-6), alpha=-self.param_groups[0]["lr"])
+
+
+def step_for_trial(warms_up: bool) -> None:
+    net = fp.parallelize(build(), dist.group.WORLD, PLAN)
+    before = [full_parameter(p).detach().clone() for p in net.parameters()]
+
+    def made(whole: bool) -> torch.optim.Optimizer:
+        optimizer = LocalNorm(net.parameters(), whole)
+        if warms_up:
+            torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
+        net(torch.ones(3, 6, dtype=torch.float64)).sum().backward()
+        return optimizer
+
+    optimizer = made(whole=False)
+    with pytest.raises(ValueError, match="LocalNorm cannot step parameters that are split over ranks: two steps on"):
+        optimizer.step()
+    assert all(torch.equal(full_parameter(p), x) for p, x in zip(net.parameters(), before, strict=True))
+    optimizer = made(whole=True)
+    generator, steps = torch.Generator(), []
+    generator.set_state(torch.get_rng_state())
+    for _ in range(3):
+        LocalNorm.steps = 0
+        optimizer.step()
+        steps.append(LocalNorm.steps)
+    assert steps[0] > steps[1] == steps[2] == 1
+    torch.rand(3, generator=generator)
+    assert torch.equal(generator.get_state(), torch.get_rng_state())
+
+
+@pytest.mark.parametrize("warms_up", [False, True])
+def test_an_optimizer_is_tried_in_its_first_step(warms_up: bool) -> None:
+    """Also where that has a learning rate of 0."""
+    run_ranks(2, step_for_trial, warms_up)
 
 
 def grow(parameter: Tensor) -> None:

@@ -277,8 +277,8 @@ def probed() -> None:
     for stage in (1, 2, 3):
         for kind, text in (
             (torch.optim.Adafactor, "Adafactor cannot be sharded"),
-            (LocalNorm, r"LocalNorm cannot be sharded: two steps on rows of a parameter \(5,\) differ"),
-            (LocalClip, r"LocalClip cannot be sharded: two steps on rows of a parameter \(5,\) differ"),
+            (LocalNorm, r"LocalNorm cannot be sharded: two steps on parts of a parameter \(5,\) differ"),
+            (LocalClip, r"LocalClip cannot be sharded: two steps on parts of a parameter \(5,\) differ"),
             (Cautious, r"Cautious cannot be sharded: .* \(RuntimeError: aten.clamp_"),
         ):
             model = Net()
