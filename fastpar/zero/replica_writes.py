@@ -6,19 +6,25 @@ there on. torch counts writes in place: a rank whose counts are not those that t
 exchange that a step begins with, in a flag that is there anyway. Only then do ranks compare what any of them has
 written to: one pass over these values, and 16 bytes of each in a reduction. What torch does not count (`p.data`) goes
 unnoticed.
+
+Note: options. Each rank has an optimizer of its own, and what is set in its param_groups (a scheduler that follows this
+rank's loss, or has gone a step less) changes this rank's updates alone. A rank whose options have changed says so in
+the same flag, and 16 bytes of a checksum of them are compared. Schedules that change them in every step are compared in
+the first two steps, every 64th, and when they have ended.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
 from fastpar.comm.agree import set_on_any
-from fastpar.optim._masters import version_of
+from fastpar.optim._masters import LOOK_EVERY, version_of
 from fastpar.zero.groups import local
 
 _CHUNK = 1 << 18  # elements, whose products with the weights are 2 MB
@@ -36,21 +42,27 @@ class Replica(NamedTuple):
 
 
 class ReplicaWrites:
-    """Watches `replicas`, of which all ranks have as many in the same order."""
+    """Watches `replicas`, of which all ranks have as many in the same order, and the options of `optimizers`."""
 
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = [each for each in replicas if each.comms]
+        self.optimizers: Sequence[torch.optim.Optimizer] = ()
+        self._agreed, self._last = "", self._options()  # that ranks have compared, and at the last `note`
+        self._is_changing, self._notes = False, 0
         self._replaced = self._is_held = False
         self.note()
 
     def hold(self) -> None:
         """What has been written so far is to be compared in spite of `note`: one of several optimizers updates."""
-        self._is_held = self.is_any
+        self._is_held = self._is_written
 
     def note(self) -> None:
         """All ranks have the same values."""
         self._versions = [version_of(each.value) for each in self._replicas]
         self._replaced = False
+        options = self._options()
+        self._is_changing, self._last = options != self._last, options
+        self._notes += 1
 
     def replaced(self) -> None:
         """Some parameter has got the values of another tensor."""
@@ -58,12 +70,23 @@ class ReplicaWrites:
 
     @property
     def is_any(self) -> bool:
-        """Whether this rank has written to something since `note`."""
+        """Whether this rank has written to something since `note`, or has options to be compared."""
+        if self._is_written:
+            return True
+        return self._options() != self._agreed and (not self._is_changing or self._notes % LOOK_EVERY == 0)
+
+    @property
+    def _is_written(self) -> bool:
         return self._replaced or self._is_held or [version_of(each.value) for each in self._replicas] != self._versions
 
+    def _options(self) -> str:
+        """The numbers that users set in param_groups, of all optimizers."""
+        return repr([[_options_of(each, group) for group in each.param_groups] for each in self.optimizers])
+
     def compare(self, comms: Sequence[Communicator]) -> None:
-        """Raises RuntimeError on all ranks where replicas differ of what any of `comms` has written to, naming them.
-        Collective."""
+        """Raises RuntimeError on all ranks where options differ, or replicas of what any of `comms` has written to,
+        naming them. Collective."""
+        self._compare_options(comms)
         now = [version_of(each.value) for each in self._replicas]
         is_all = self._replaced or self._is_held
         changed = [is_all or new != old for new, old in zip(now, self._versions, strict=True)]
@@ -93,6 +116,37 @@ class ReplicaWrites:
             )
         self._is_held = False
         self.note()
+
+    def _compare_options(self, comms: Sequence[Communicator]) -> None:
+        options = self._options()
+        word = zlib.crc32(options.encode())
+        found = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
+        for comm in comms:
+            comm.all_reduce(found, "max", out=found)
+        if found.sum() != 0:
+            rates = [group.get("lr") for each in self.optimizers for group in each.param_groups]
+            more = ", ..." if len(rates) > _SHOWN_NAMES else ""
+            raise RuntimeError(
+                "ranks have different options in their optimizers' param_groups, and would update differently; here "
+                f"lr is {', '.join(map(str, rates[:_SHOWN_NAMES]))}{more}. Let all ranks decide alike: a scheduler "
+                "that follows a loss (ReduceLROnPlateau) takes its mean over the ranks (torch.distributed.all_reduce), "
+                "and one that counts batches is called equally often on each, also where a rank leaves one out"
+            )
+        self._agreed = options
+
+
+def _options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
+    """Those that it has defaults for, as others may be a rank's own."""
+    found = []
+    for name in optimizer.defaults:
+        value = group.get(name)
+        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
+            value = value.item()
+        if isinstance(value, int | float) or (
+            isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value)
+        ):
+            found.append((name, value))
+    return found
 
 
 @torch.no_grad()

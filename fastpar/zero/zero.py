@@ -95,6 +95,7 @@ class Zero:
                 Replicas(*part, options, self._held_by, began=self._waiting.clear, model=model) for part in parts
             ]
         self._reducers = [storage.reducer for storage in self.storages]
+        self._reducers[0].writes.optimizers = self.optimizers
         self.params: list[ShardedParam] = []
         self._take_params()
         for reducer in self._reducers:

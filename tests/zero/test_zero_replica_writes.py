@@ -127,6 +127,35 @@ def test_a_rank_that_writes_alone_is_told_and_so_are_the_others() -> None:
     run_ranks(SIZE, one_alone)
 
 
+def schedules() -> None:
+    rank = dist.get_rank()
+    for stage, options in ((0, {}), (1, {"skip_nonfinite": False}), (3, {})):
+        model, optimizer = sharded(stage, **options)
+        follows_loss = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+        for step, loss in enumerate((1.0, 0.9, 0.8 + rank)):
+            train(model, optimizer, step, rank)
+            follows_loss.step(loss)
+        with pytest.raises(RuntimeError, match=rf"lr is {(0.01, 0.001)[rank]}\. .*takes its mean over the ranks"):
+            train(model, optimizer, 3, rank)
+        optimizer.zero_grad()
+        optimizer.param_groups[0]["lr"] = 0.005
+        train(model, optimizer, 4, rank)
+    counts_batches = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (n + 1))
+
+    def leaves_out_a_batch() -> None:
+        for step in range(70):
+            train(model, optimizer, step, rank)
+            if rank == 0 or step != 3:
+                counts_batches.step()
+
+    with pytest.raises(RuntimeError, match="called equally often on each"):
+        leaves_out_a_batch()
+
+
+def test_ranks_whose_learning_rates_come_apart_are_told() -> None:
+    run_ranks(SIZE, schedules)
+
+
 def test_checksums_see_every_bit_and_the_order() -> None:
     x = torch.randn(700, 501)
     swapped, nudged = x.clone(), x.clone()
