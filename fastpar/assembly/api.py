@@ -62,6 +62,8 @@ def assemble(
     mesh: Mesh | None = None,
     plan: Plan = "auto",
     architecture: Architecture | None = None,
+    split_points: Sequence[str] | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     weights: str | Path | None = None,
     zero_options: Mapping[str, Any] | None = None,
     peak_flops: float | None = None,
@@ -84,7 +86,8 @@ def assemble(
     precision  a `Precision`, or "fp32", "bf16", "fp16" (with an `fp.LossScaler`)
     max_norm   of all gradients
     mesh       one that is there already; None: made, and closed with the result
-    plan, architecture   of `fp.parallelize` and `fp.parallelize_pipeline`; an architecture needs pp above 1
+    plan, architecture, split_points, example_inputs    of `fp.parallelize` and `fp.parallelize_pipeline`; an
+               architecture and split points need pp above 1
     weights    a folder of safetensors, of which each rank reads what it holds; below
     zero_options         further ones of `fp.zero.shard`; not what the other arguments say
     peak_flops           of one device, for `StepResult.mfu`
@@ -109,8 +112,9 @@ def assemble(
     layout = Layout.parse(layout) if isinstance(layout, str) else layout
     _check(model, layout, optimizer, mesh, weights)
     _check_zero_options(zero_options or {})
-    if architecture is not None and layout.pp == 1:
-        raise ValueError("architecture says where a pipeline may cut a model, and pp is 1: leave it out")
+    for name, given in (("architecture", architecture), ("split_points", split_points)):
+        if given is not None and layout.pp == 1:
+            raise ValueError(f"{name} says where a pipeline may cut a model, and pp is 1: leave it out")
     world_size = _world_size() if mesh is None else mesh.world_size
     layout.check(shape_of(model) if isinstance(model, nn.Module) else None, world_size=world_size)
     with ExitStack() as undo:
@@ -124,7 +128,10 @@ def assemble(
         layout.check(shape, world_size=world_size)
         objective = Objective.of(model, loss)
         _check_own(layout, model, objective, loss)
-        building = _Building(model, layout, mesh, objective, Precision.of(precision), plan, architecture, loading)
+        where = {"architecture": architecture, "split_points": split_points}
+        building = _Building(
+            model, layout, mesh, objective, Precision.of(precision), plan, where, loading, example_inputs
+        )
         building.tell_routers(undo)
         passes = building.lay_out(undo)
         made = building.optimizer(optimizer)
@@ -182,8 +189,9 @@ class _Building:
     objective: Objective
     precision: Precision
     plan: Plan
-    architecture: Architecture | None
+    cut: Mapping[str, Any]  # further options of `parallelize_pipeline`
     loading: PretrainedWeights | None
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None
     pipe: Pipeline | None = None
     recomputed: list[nn.Module] = field(default_factory=list)
 
@@ -224,7 +232,7 @@ class _Building:
                 **passes.pipe_options,
             }
             self._call("pipe = fp.parallelize_pipeline", [repr(how.schedule), *written], options)
-            options |= {"plan": self.plan, "architecture": self.architecture}
+            options |= {"plan": self.plan, "example_inputs": self.example_inputs, **self.cut}
             self.pipe = parallelize_pipeline(self.model, self.mesh, how.schedule, **options)
             undo.callback(self.pipe.close)
             passes.adopt(self.pipe)
@@ -232,7 +240,7 @@ class _Building:
             return passes
         if layout.world_size > 1 or self.plan != "auto":
             self._call("model = fp.parallelize", written, options)
-            parallelize(self.model, self.mesh, self.plan, **options)
+            parallelize(self.model, self.mesh, self.plan, example_inputs=self.example_inputs, **options)
             undo.callback(unparallelize, self.model)
         if policy is not None:
             self.calls.append(f"fp.apply_recompute(model, {policy})")

@@ -1,19 +1,58 @@
-"""Running a module for trial, and leaving what it draws from and keeps as it was."""
+"""Running a module for trial: with what, and leaving what it draws from and keeps as it was."""
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from fastpar.comm import Communicator
+from fastpar.comm.agree import Agreement
+from fastpar.contracts.agreement import tensor_checksum
 from fastpar.contracts.containers import CONTAINERS, containers_in, items_of, put_back
 
 _STATES = frozenset(vars(nn.Module()))  # of modules themselves, not of their code
+
+
+class Example(NamedTuple):
+    """What a model can be called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @staticmethod
+    def of(inputs: Mapping[str, Any] | Sequence[Any] | None, op: str, *comms: Communicator) -> Example | None:
+        """From what a user has given to `op`. Collective: ValueError on all ranks unless they have given the same, as
+        trials of other inputs might find other things."""
+        tensors = [x.detach().cpu() for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        sums = [zlib.crc32(f"{tuple(x.shape)} {x.dtype} {tensor_checksum(x)}".encode()) for x in tensors]
+        names = ("the number of tensors in example_inputs", "the checksum of example_inputs")
+        for comm in comms:
+            Agreement(op, names, [len(sums), zlib.crc32(str(sums).encode())]).gather(comm)
+        if inputs is None:
+            return None
+        return Example((), dict(inputs)) if isinstance(inputs, Mapping) else Example(tuple(inputs), {})
+
+    def copy(self) -> Example:
+        """For one run, which may write to what it is given."""
+        return Example(*tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(self)))
+
+    def by_name(self, model: nn.Module) -> dict[str, Any]:
+        """By the names in the signature of the model's forward; TypeError for what it does not take."""
+        bound = inspect.signature(model.forward).bind(*self.args, **self.kwargs)
+        named = dict(bound.arguments)
+        for parameter in bound.signature.parameters.values():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                named |= named.pop(parameter.name, {})
+        return named
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from torch import nn
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.context.region import Context, ContextRegion
+from fastpar.contracts.rehearsal import Example
 from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
@@ -31,7 +32,6 @@ from fastpar.parallel.proving import proven_plan, refuse_wrong_blocks
 from fastpar.parallel.styles import AttentionStyle, ExpertStyle, Style, SwapContext
 from fastpar.parallel.swap import Swap
 from fastpar.parallel.token_mixing import refuse_mixing
-from fastpar.parallel.trial import Example
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.tensor import Grid
 from fastpar.tensor.binding import BoundGroup, GroupLike, bind
@@ -123,7 +123,7 @@ def parallelize(
             for group in (split.experts, split.etp):
                 sync_weights_of(model, group.comm, broadcast=sync_weights == "broadcast")
     split.context = _region(model, mesh, context, attention_of(model, plan))
-    example = Example.of(example_inputs, comm)
+    example = Example.of(example_inputs, "parallelize", comm)
     if isinstance(plan, str):
         with trial_of(split.context):
             plan = proven_on(model, comm.size, grid, example, sequence_parallel=sequence_parallel)

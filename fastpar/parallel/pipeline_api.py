@@ -23,6 +23,7 @@ from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.context.microbatches import ContextMicrobatches
 from fastpar.context.region import Context, ContextRegion
+from fastpar.contracts.rehearsal import Example
 from fastpar.ddp import check_model
 from fastpar.mesh import Mesh
 from fastpar.ops.parallel_linear.overlap import Overlap
@@ -71,6 +72,7 @@ def parallelize_pipeline(
     overlap: bool | Overlap = True,
     recompute: Policy | None = None,
     context: Context | None = None,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     timeout: float | None = None,
 ) -> Pipeline:
     """Cut a model over the mesh's "pp" dim, split its stages' layers over "tp", "ep" and "etp"; returns the pipeline.
@@ -100,6 +102,10 @@ def parallelize_pipeline(
                       the whole batch of a step to `fp.context.shard(pipe, batch)`, and the pipeline all of what that
                       returns: `pipe.step(**batch)`. The loss is this rank's part (`fp.context.total(pipe, loss)`);
                       it is the model's own, a `CrossEntropy` of batch["shift_labels"], or with reduction="sum" yours
+    example_inputs    what the whole model and each part of it are tried with before it is cut, as for
+                      `fastpar.parallelize`: for models of pictures or sound, and those that need further inputs. Its
+                      first input is what later parts get hidden states in the place of; with `labels`, where the model
+                      computes its loss
 
     Every rank of the mesh calls it with the same model. Raises what `make_schedule`, `partition`, `parallelize` and
     `Pipeline` raise: all of it before anything runs.
@@ -128,12 +134,14 @@ def parallelize_pipeline(
         )
     if shard_head and not schedule.sharded_head:
         schedule = with_sharded_head(schedule)
+    comms = [Communicator(mesh.group(dim)) for dim in ("pp", "tp")]
+    example = Example.of(example_inputs, "parallelize_pipeline", *comms)
     if plan == "auto" and mesh.size("tp") > 1 and isinstance(model, nn.Module):
         if sync_weights != "none":  # trials of other weights would find other things on every rank
             tp = Communicator(mesh.group("tp"))
             sync_weights_of(model, tp, broadcast=sync_weights == "broadcast")
         with trial_of(region):  # it runs the model: uncut
-            plan = proven_on(model, mesh.size("tp"), grid, None, sequence_parallel=cuts_tokens)
+            plan = proven_on(model, mesh.size("tp"), grid, example, sequence_parallel=cuts_tokens)
     chain = schedule.chains[0]
     cut: dict[str, Any] = {"layout": layout, "split_points": split_points}
     if layout is None and split_points is None:
@@ -151,6 +159,7 @@ def parallelize_pipeline(
             loss=computes_loss,
             shard_head=shard_head,
             check_weights=check_weights,
+            example_inputs=example_inputs,
         )
     if whole.num_parts != schedule.num_parts:
         given = f"layout {layout!r} has" if split_points is None else f"split_points {list(split_points)} make"

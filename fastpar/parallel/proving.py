@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm.recompute_cache import Tape, recording
-from fastpar.contracts.rehearsal import same_generators
+from fastpar.contracts.rehearsal import Example, same_generators
 from fastpar.parallel.declared import UnknownModelError, first_plan
 from fastpar.parallel.heads import block_splits
 from fastpar.parallel.kinds import alike, called_alike
@@ -44,7 +44,6 @@ from fastpar.parallel.styles import (
 from fastpar.parallel.styles.linear import splits_features
 from fastpar.parallel.trial import (
     DifferenceError,
-    Example,
     RecordedCall,
     Trial,
     TrialError,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -155,16 +156,16 @@ class _Residual(nn.Module):
         return hidden + self.layers.down(nn.functional.gelu(inner))
 
 
-def _split_points(schedule: str, points: list[str]) -> list[str]:
+def _split_points(schedule: str, points: list[str], plan: str | dict[str, str]) -> list[str]:
     torch.manual_seed(0)
     model = Unusual()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     whole = copy.deepcopy(model)
     mesh = fp.init_mesh(pp=2, tp=2)
-    plan = {"inner.h.*.layers.up": "colwise", "inner.h.*.layers.down": "rowwise"}
+    example = None if plan != "auto" else [torch.arange(6).view(2, 3)] * 2
     pipe = fp.parallelize_pipeline(
-        model, mesh, schedule, num_microbatches=2, split_points=points, plan=plan, timeout=50
+        model, mesh, schedule, num_microbatches=2, split_points=points, plan=plan, example_inputs=example, timeout=50
     )
     for length in (7, 5):
         ids, targets = torch.randint(0, 13, (4, length)), torch.randint(0, 13, (4, length))
@@ -182,12 +183,112 @@ def _split_points(schedule: str, points: list[str]) -> list[str]:
     return names
 
 
+_PLAN = {"inner.h.*.layers.up": "colwise", "inner.h.*.layers.down": "rowwise"}
+
+
 @pytest.mark.parametrize(
-    ("schedule", "points"), [("1f1b", ["inner.h.1"]), ("zbv", ["inner.h.0", "inner.h.2", "inner.h.3"])]
+    ("schedule", "points", "plan"),
+    [("1f1b", ["inner.h.1"], "auto"), ("zbv", ["inner.h.0", "inner.h.2", "inner.h.3"], _PLAN)],
+    ids=["1f1b", "zbv"],
 )
-def test_models_cut_at_split_points_are_pipelines_with_split_layers(schedule: str, points: list[str]) -> None:
-    found = run_ranks(4, _split_points, schedule, points)
+def test_models_cut_at_split_points_are_pipelines_with_split_layers(
+    schedule: str, points: list[str], plan: str | dict[str, str]
+) -> None:
+    found = run_ranks(4, _split_points, schedule, points, plan)
     assert {name for names in found for name in names} | {"head.weight"} == {
         name for name, _ in Unusual().named_parameters(remove_duplicate=False)
     }
     assert found[0] == found[1] != found[2]
+
+
+class _Patches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 4, 4)
+
+    def forward(self, pictures: Tensor) -> Tensor:
+        return self.conv(pictures).flatten(2).transpose(1, 2)
+
+
+class Pictures(nn.Module):
+    """A diffusion transformer: pictures first, with a condition that every layer reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.patches, self.time = _Patches(), nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(_Conditioned() for _ in range(3))
+        self.out = nn.Linear(8, 5)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.3)
+
+    def forward(self, pictures: Tensor, time: Tensor) -> Tensor:
+        hidden = self.patches(pictures.to(self.patches.conv.weight.dtype))
+        condition = self.time(time)
+        for block in self.blocks:
+            hidden = block(hidden, condition)
+        return self.out(hidden)
+
+
+class _Conditioned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, hidden: Tensor, condition: Tensor) -> Tensor:
+        return hidden + self.down(nn.functional.gelu(self.up(self.norm(hidden) + condition[:, None])))
+
+
+def _pictures(seed: int, rows: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "pictures": torch.randn(rows, 3, 8, 8, generator=generator),
+        "time": torch.randn(rows, 4, generator=generator),
+    }
+
+
+def test_models_of_pictures_are_cut_by_an_example() -> None:
+    whole, batch, example = Pictures(), _pictures(1, 3), _pictures(2, 2)
+    with pytest.raises(ValueError, match=r"Pictures needs more than its first input, or no ids .*example_inputs"):
+        partition(Pictures(), num_parts=2)
+    with pytest.raises(ValueError, match="must have 'pictures', the first input of Pictures, as a tensor"):
+        partition(Pictures(), num_parts=2, example_inputs=(None, example["time"]))
+    stages = partition(Pictures(), layout="E,t|t*2,H", example_inputs=example).stages([0, 1])
+    pictures = batch.pop("pictures")
+    expected, grad = whole(pictures, **batch), torch.randn(3, 4, 5)
+    assert torch.equal(forward_backward(stages, (pictures,), batch, grad), expected)
+    expected.backward(grad)
+    for name, parameter in whole.named_parameters():
+        grads = [p.grad for stage in stages for n, p in stage.module.named_parameters() if n == name]
+        torch.testing.assert_close(sum(grads), parameter.grad, msg=name)
+
+
+def _assembled_pictures(layout: str) -> tuple[float, int]:
+    """A step of SGD beside one process: how far off parameters are then, and how many are split."""
+    whole, batch = Pictures(), _pictures(1, 4)
+    target = torch.randint(0, 5, (4, 4), generator=torch.Generator().manual_seed(3))
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
+
+    def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.5)
+
+    optimizer = sgd(list(whole.parameters()))
+    mean = loss(whole(**batch), target) / target.numel()
+    mean.backward()
+    optimizer.step()
+    assembled = fp.assemble(Pictures(), layout, sgd, loss=loss, example_inputs=_pictures(2, 2))
+    with contextlib.closing(assembled) as trained:
+        assert trained.step({**batch, "target": target}).loss == pytest.approx(float(mean.detach()), rel=1e-5)
+        expected = dict(whole.named_parameters())
+        own = [(name, p) for part in trained.parts for name, p in part.named_parameters()]
+        off = max(float((full_parameter(p.detach()) - expected[name].detach()).abs().max()) for name, p in own)
+        return off, sum(isinstance(p, DTensor) and p.placements[0].is_shard() for _, p in own)
+
+
+@pytest.mark.parametrize("layout", ["pp2 tp2 mb2", "tp2 dp2"])
+def test_assembled_models_of_pictures_are_split_by_an_example(layout: str) -> None:
+    for off, splits in run_ranks(4, _assembled_pictures, layout):
+        assert off < 1e-6
+        assert splits >= 3

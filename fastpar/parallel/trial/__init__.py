@@ -19,7 +19,7 @@ Note: what a trial proves
 
 from __future__ import annotations
 
-from fastpar.parallel.trial.calls import Example, RecordedCall, holds_linears, is_linear, record_calls, recorded
+from fastpar.parallel.trial.calls import RecordedCall, holds_linears, is_linear, record_calls, recorded
 from fastpar.parallel.trial.copies import noisy_copy, structure_copy
 from fastpar.parallel.trial.ranks import CodeError, DifferenceError, TrialError
 from fastpar.parallel.trial.trial import Trial, is_per_token
@@ -27,7 +27,6 @@ from fastpar.parallel.trial.trial import Trial, is_per_token
 __all__ = [
     "CodeError",
     "DifferenceError",
-    "Example",
     "RecordedCall",
     "Trial",
     "TrialError",

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import inspect
 import warnings
-import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpar.comm import Communicator
-from fastpar.comm.agree import Agreement
-from fastpar.contracts.agreement import tensor_checksum
-from fastpar.contracts.rehearsal import attributes_as_they_were, own_attributes, same_generators
+from fastpar.contracts.rehearsal import Example, attributes_as_they_were, own_attributes, same_generators
 from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.sequence import map_hidden
 
@@ -122,25 +118,6 @@ def _keeps_results(module: nn.Module) -> bool:
     return any(isinstance(value, Tensor) and value.grad_fn is not None for value in flat)
 
 
-class Example(NamedTuple):
-    """What a model can be called with."""
-
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @staticmethod
-    def of(inputs: Mapping[str, Any] | Sequence[Any] | None, comm: Communicator) -> Example | None:
-        """From what a user has given. Collective: ValueError on all ranks unless they have given the same, as trials of
-        other inputs might find other plans."""
-        tensors = [x.detach().cpu() for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        sums = [zlib.crc32(f"{tuple(x.shape)} {x.dtype} {tensor_checksum(x)}".encode()) for x in tensors]
-        names = ("the number of tensors in example_inputs", "the checksum of example_inputs")
-        Agreement("parallelize", names, [len(sums), zlib.crc32(str(sums).encode())]).gather(comm)
-        if inputs is None:
-            return None
-        return Example((), dict(inputs)) if isinstance(inputs, Mapping) else Example(tuple(inputs), {})
-
-
 def record_calls(
     model: nn.Module, paths: Iterable[str], num_tokens: int, example: Example | None = None
 ) -> dict[str, RecordedCall]:
@@ -154,7 +131,7 @@ def record_calls(
     """
     modes = {module: module.training for module in model.modules()}
     buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
-    args, kwargs = _random_ids(model, num_tokens) if example is None else _copied_example(example)
+    args, kwargs = _random_ids(model, num_tokens) if example is None else example.copy()
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
     with attributes_as_they_were(model), same_generators():  # around the hooks, which are gone when it ends
@@ -181,11 +158,6 @@ def _random_ids(model: nn.Module, num_tokens: int) -> Example:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     generator = torch.Generator().manual_seed(0)
     return Example((torch.randint(vocab, (2, num_tokens), generator=generator).to(device),), {})
-
-
-def _copied_example(example: Example) -> Example:
-    """For one run, which may write to what it is given."""
-    return Example(*tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(example)))
 
 
 def recorded(args: tuple[Any, ...], kwargs: dict[str, Any]) -> RecordedCall:

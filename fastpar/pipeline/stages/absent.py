@@ -10,6 +10,7 @@ from stand-ins never counts: see `stream`.
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
@@ -43,10 +44,11 @@ class Absent(nn.Module):
         self.is_sealed = False
         self.absent_modules = tuple(name for name, _ in original.named_modules(remove_duplicate=False) if name)
         self._tensors: dict[str, AbsentStageTensor] = {}
-        for name, tensor in (*original._parameters.items(), *original._buffers.items()):
-            if tensor is not None and name in original._buffers and _is_table(original, name, tensor):
+        named = (original.named_parameters(remove_duplicate=False), original.named_buffers(remove_duplicate=False))
+        for name, tensor in itertools.chain(*named):
+            if name in original._buffers and _is_table(original, name, tensor):
                 self.register_buffer(name, tensor.clone(), persistent=False)
-            elif tensor is not None:
+            else:
                 self._tensors[name] = AbsentStageTensor(self, name, tensor)
         self._first = next(iter(inspect.signature(original.forward).parameters), "")
         self._template: Any = HIDDEN
@@ -97,16 +99,31 @@ class Absent(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            tensors = self.__dict__.get("_tensors", {})
-            if name in tensors:
-                return tensors[name]
-            path, part = self.__dict__.get("path"), self.__dict__.get("part")
-            raise AttributeError(
-                f"{path}.{name}: {path} is on part {part} of the pipeline, and only its stand-in is here"
-            ) from None
+            return _inside(self, name)
 
     def extra_repr(self) -> str:
         return f"{self.original_name} on part {self.part}"
+
+
+def _inside(absent: Absent, name: str) -> Any:
+    """What a model may read off a module that is elsewhere, by its path inside: what its tensors are like."""
+    own = absent.__dict__
+    if name in own.get("_tensors", {}):
+        return own["_tensors"][name]
+    if name in own.get("absent_modules", ()):
+        return AbsentChild(absent, name)
+    path, part = own.get("path"), own.get("part")
+    raise AttributeError(f"{path}.{name}: {path} is on part {part} of the pipeline, and only its stand-in is here")
+
+
+class AbsentChild:
+    """A module inside of one that is elsewhere: for `model.embeddings.projection.weight.dtype`, and nothing else."""
+
+    def __init__(self, absent: Absent, name: str):
+        self._absent, self._name = absent, name
+
+    def __getattr__(self, name: str) -> Any:
+        return _inside(self._absent, f"{self._name}.{name}")
 
 
 class SealedStandIns:

@@ -119,7 +119,7 @@ class Convention:
         """
         entry = _CallEntry(stream, is_first, self.by_embeddings and not is_first, self.has_cache)
         module.register_forward_pre_hook(entry, with_kwargs=True)
-        module.register_forward_hook(_Exit(stream, is_last, self.loss and is_last, self.by_embeddings))
+        module.register_forward_hook(_Exit(stream, is_last, self.loss and is_last, self.by_embeddings or self.loss))
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from fastpar.contracts.rehearsal import Example
 from fastpar.pipeline.stages.architecture import CHAINS, Architecture, ModelUnit
 from fastpar.pipeline.stages.calling import Convention
-from fastpar.pipeline.stages.probe import hollow_copy, made_up_inputs, quiet_trial
+from fastpar.pipeline.stages.probe import hollow_copy, inputs_for, quiet_trial
 
 _CANDIDATES = 4
 
@@ -33,12 +34,12 @@ class _ModuleCall:
     sides: tuple[Tensor, ...] = ()
 
 
-def infer_architecture(model: nn.Module) -> Architecture:
-    """ValueError that says why not, and how to describe the model."""
+def infer_architecture(model: nn.Module, example: Example | None = None) -> Architecture:
+    """By a run on an example, or on made-up ids. ValueError that says why not, and how to describe the model."""
     name, reasons = type(model).__name__, []
     candidates = sorted(_lists(model), key=lambda path: -_weight(model.get_submodule(path)))
     for path in candidates[:_CANDIDATES]:
-        found = _try(model, path)
+        found = _try(model, path, example)
         if isinstance(found, Architecture):
             return found
         reasons.append(f"{path!r}: {found}")
@@ -66,7 +67,7 @@ def _weight(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def _try(model: nn.Module, layers: str) -> Architecture | str:
+def _try(model: nn.Module, layers: str, example: Example | None) -> Architecture | str:
     """The architecture with these layers, or what speaks against it."""
     children = [f"{layers}.{name}" for name in model.get_submodule(layers)._modules]
     beside = [path for path in _beside(model, layers) if _weight(model.get_submodule(path))]
@@ -76,10 +77,10 @@ def _try(model: nn.Module, layers: str) -> Architecture | str:
     convention = Convention(model)
     last: str = ""
     for embedding in embeddings:  # the first that runs on ids
-        inputs = made_up_inputs(model, [ModelUnit("E", 0, embedding)])
-        if inputs is None or not convention.runs_on_hidden_states:
-            return f"the forward of {type(model).__name__} needs more than its first input: {convention.required}"
-        keywords: dict[str, Any] = {"use_cache": False} if convention.has_cache else {}
+        given = inputs_for(model, [ModelUnit("E", 0, embedding)], convention, example)
+        if isinstance(given, str):
+            return given
+        inputs, keywords = given
         copy = hollow_copy(model, model)
         calls: dict[str, _ModuleCall] = {}
         for path in [*beside, *children]:
@@ -88,9 +89,10 @@ def _try(model: nn.Module, layers: str) -> Architecture | str:
             with quiet_trial(inputs):
                 copy(inputs, **keywords)
         except Exception as error:
-            last = f"{type(model).__name__} cannot run on made-up ids: {type(error).__name__}: {error}"
+            on = "made-up ids" if example is None else "example_inputs"
+            last = f"{type(model).__name__} cannot run on {on}: {type(error).__name__}: {error}"
             continue
-        return _read(model, layers, children, calls, beside)
+        return _read(model, layers, children, calls, beside, inputs)
     return last
 
 
@@ -130,7 +132,12 @@ def _note(path: str, calls: dict[str, _ModuleCall]) -> Callable[..., None]:
 
 
 def _read(
-    model: nn.Module, layers: str, children: list[str], calls: dict[str, _ModuleCall], beside: list[str]
+    model: nn.Module,
+    layers: str,
+    children: list[str],
+    calls: dict[str, _ModuleCall],
+    beside: list[str],
+    inputs: Tensor,
 ) -> Architecture | str:
     order = list(calls)
     for path in children:
@@ -152,7 +159,9 @@ def _read(
             continue
         if any(side is call.returns for side in sides):
             continue  # for the layers themselves
-        is_lookup = call.takes is None or not call.takes.is_floating_point() or call.takes.dim() < hidden.dim()
+        takes = call.takes
+        is_lookup = takes is None or not takes.is_floating_point() or takes.dim() < hidden.dim()
+        is_lookup |= takes is not None and takes.shape == inputs.shape != hidden.shape  # pictures, or sound
         if is_lookup and not embedding and _has_tokens_of(call.returns, hidden):
             embedding = path
         elif call.returns.shape[-1:] == hidden.shape[-1:] and is_lookup:
@@ -160,7 +169,7 @@ def _read(
         elif call.returns.shape == hidden.shape and embedding:
             before.append(path)
     if not embedding:
-        return "no module beside them is called with ids before"
+        return "no module beside them is called with the model's input before"
     after = [path for path in order[places[-1] + 1 :] if path in beside and calls[path].count == 1]
     head = None
     if after:

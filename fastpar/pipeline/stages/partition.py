@@ -19,11 +19,12 @@ import difflib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import signature
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import nn
 
 from fastpar.arguments import checked
+from fastpar.contracts.rehearsal import Example
 from fastpar.pipeline.stages.absent import Absent, AbsentEmbedding, AbsentLayer, ReturnCheck
 from fastpar.pipeline.stages.agreement import fingerprint
 from fastpar.pipeline.stages.architecture import Architecture, ModelUnit, find_architecture, sequential_units
@@ -68,6 +69,7 @@ class UnitModel:
         convention: Convention | None,
         *,
         sharded_head: bool = False,
+        example: Example | None = None,
     ):
         self.model, self.layout, self.convention = model, layout, convention
         self._absent = {unit.path: unit.absent for unit in units}
@@ -84,7 +86,7 @@ class UnitModel:
         self._findings: dict[int, Findings] = {}  # by part
         self.loss_mean = LossMean()
         if convention is not None and (layout.num_parts > 1 or self.head is not None or convention.loss):
-            self._recording = record(model, units, convention)
+            self._recording = record(model, units, convention, example)
             if self._recording is not None:
                 if layout.num_parts > 1 or self.head is not None:
                     self._try_parts(self._recording)
@@ -306,6 +308,7 @@ def partition(
     loss: bool = False,
     shard_head: bool = False,
     check_weights: bool = True,
+    example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
 ) -> Partition:
     """Cut a model into consecutive parts, by exactly one of `num_parts`, `layout` and `split_points`.
 
@@ -323,10 +326,12 @@ def partition(
     shard_head    leave the head of a layered model to all ranks (`ShardedHead`): no part has it, and the layout does
                   not name it; the last part returns hidden states
     check_weights take checksums of all parameters, which `Pipeline` compares: every rank must cut the same model
+    example_inputs what the model is tried with, in the place of ids: a dict of keyword inputs, or a tuple of positional
+                  ones, two rows of them
 
-    A layered model is tried on ten made-up tokens, whole and part by part: ValueError for a part that needs more than
-    the hidden states and the batch. Every layer is placed exactly once; a layout that leaves layers out is an error
-    that names them. The model is not touched before `Partition.stages`.
+    A layered model is tried on ten made-up tokens, or the example, whole and part by part: ValueError for a part that
+    needs more than the hidden states and the batch. Every layer is placed exactly once; a layout that leaves layers out
+    is an error that names them. The model is not touched before `Partition.stages`.
     """
     given = {"num_parts": num_parts, "layout": layout, "split_points": split_points}
     ways = [name for name, value in given.items() if value is not None]
@@ -343,7 +348,8 @@ def partition(
             what = "loss" if loss else "shard_head"
             raise ValueError(f"{what}=True is not available for a model that is traced")
         return Partition(TracedModel(model, list(split_points)), check_weights=check_weights)
-    cut = _PartCut(num_parts, layout, split_points, costs, stage_ranks, loss, shard_head)
+    example = Example.of(example_inputs, "partition")
+    cut = _PartCut(num_parts, layout, split_points, costs, stage_ranks, loss, shard_head, example)
     source = _chain(model, cut) if is_chain else _layered(model, architecture, found, cut)
     return Partition(source, check_weights=check_weights)
 
@@ -358,6 +364,7 @@ class _PartCut(NamedTuple):
     stage_ranks: Sequence[int] | None
     loss: bool
     shard_head: bool
+    example: Example | None
 
     def place(self, model: nn.Module, units: Sequence[ModelUnit]) -> StagePlacement:
         if self.num_parts is not None:
@@ -392,17 +399,18 @@ def _layered(model: nn.Module, given: Architecture | None, named: Architecture |
         architecture.check(model)
         units, convention = architecture.units(model), Convention(model, loss=cut.loss)
         placed = _without_head(model, units) if cut.shard_head else units
-        return UnitModel(model, units, cut.place(model, placed), convention, sharded_head=cut.shard_head)
+        place = cut.place(model, placed)
+        return UnitModel(model, units, place, convention, sharded_head=cut.shard_head, example=cut.example)
 
     if given is not None:
         return of(given)
     if named is None:
-        return of(infer_architecture(model))
+        return of(infer_architecture(model, cut.example))
     try:
         return of(named)
     except PartError:
         try:
-            shown = infer_architecture(model)
+            shown = infer_architecture(model, cut.example)
             if shown != named:
                 return of(shown)
         except ValueError:

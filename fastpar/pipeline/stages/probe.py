@@ -1,4 +1,4 @@
-"""A layered model, tried on a few made-up tokens before it is cut, and each part of it after.
+"""A layered model, tried on a few made-up tokens (or an example) before it is cut, and each part of it after.
 
 A part of a model may need more than the hidden states: a tensor that an early module has made for later ones (a second
 residual stream, shared keys and values), routers' logits of all layers for a balance loss, ids from which a mask is
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.contracts.containers import with_own_containers
+from fastpar.contracts.rehearsal import Example
 from fastpar.pipeline.stages.absent import Absent
 from fastpar.pipeline.stages.architecture import ModelUnit
 from fastpar.pipeline.stages.calling import Convention, reduce_output
@@ -55,35 +56,40 @@ class UnitCall:
 
 @dataclass
 class Recording:
-    """What the whole model did with made-up inputs: its units' calls by path, and its output (or loss)."""
+    """What the whole model did with its inputs: its units' calls by path, and its output (or loss)."""
 
     inputs: Tensor
     keywords: dict[str, Any]
+    labels: Any
     calls: dict[str, UnitCall] = field(default_factory=dict)
     output: Any = None
 
 
-def record(model: nn.Module, units: Sequence[ModelUnit], convention: Convention) -> Recording | None:
+def record(
+    model: nn.Module, units: Sequence[ModelUnit], convention: Convention, example: Example | None = None
+) -> Recording | None:
     """Run the whole model; None, with a warning, where it cannot run on made-up inputs.
 
-    Raises ValueError for a unit that is called several times or not at all.
+    Raises ValueError for a unit that is called several times or not at all, and what the model raises on an example.
     """
-    inputs = made_up_inputs(model, units)
-    if inputs is None or not convention.runs_on_hidden_states:
+    given = inputs_for(model, units, convention, example)
+    if isinstance(given, str):
         return None
-    keywords: dict[str, Any] = {"use_cache": False} if convention.has_cache else {}
+    inputs, keywords = given
     if inputs.is_meta and "attention_mask" in convention.keywords.names:
         # Hugging Face reads numbers to make one.
-        keywords["attention_mask"] = torch.zeros(_BATCH, 1, _LENGTH, _LENGTH, device="meta")
-    recording = Recording(inputs, keywords)
+        keywords.setdefault("attention_mask", torch.zeros(_BATCH, 1, _LENGTH, _LENGTH, device="meta"))
+    recording = Recording(inputs, keywords, keywords.pop("labels", inputs))
     whole = hollow_copy(model, model)
     paths = [unit.path for unit in units]
     counts = _watch(whole, paths, recording.calls, inputs.device)
-    labels = {"labels": inputs} if convention.loss else {}
+    labels = {"labels": recording.labels} if convention.loss else {}
     try:
         with quiet_trial(inputs):
-            recording.output = reduce_output(whole(inputs, **keywords, **labels), convention.loss)
+            recording.output = reduce_output(whole(inputs.clone(), **keywords, **labels), convention.loss)
     except Exception as error:
+        if example is not None:
+            raise
         warnings.warn(
             f"could not try {type(model).__name__} on made-up inputs, and so not check that its parts compute what it "
             f"does: {type(error).__name__}: {error}",
@@ -160,7 +166,7 @@ def try_part(
         decisions.watch(tried, [unit.path for unit in units])
     is_first, is_last = here[:1] == [units[0].path], here[-1:] == [units[-1].path]
     inputs = recording.inputs if is_first else recording.calls[here[0]].main
-    labels = {"labels": recording.inputs} if is_last and recording_has_loss(part) else {}
+    labels = {"labels": recording.labels} if is_last and recording_has_loss(part) else {}
     following = None if is_last else units[[u.path for u in units].index(here[-1]) + 1].path
     try:
         with quiet_trial(recording.inputs), torch.set_grad_enabled(note is not None):
@@ -177,6 +183,7 @@ def try_part(
         enter.stream.is_guarded = True
         return try_part(part, module, units, recording, name, enter, decisions)
     expected = recording.output if following is None else recording.calls[following].main
+    output = reduce_output(output, False) if following is None else output
     problem = _difference(here, calls, recording, output, expected)
     if problem:
         raise PartError(f"{name} does not compute what the whole model does there: {problem}. {_ADVICE}")
@@ -247,6 +254,30 @@ def _same(one: Any, other: Any) -> bool:
         return False
     largest = b[finite].abs().max() if finite.any() else b.new_zeros(())
     return bool((a[finite] - b[finite]).abs().le(largest * info.eps * (16 if info.bits >= 32 else 2)).all())
+
+
+def inputs_for(
+    model: nn.Module, units: Sequence[ModelUnit], convention: Convention, example: Example | None
+) -> tuple[Tensor, dict[str, Any]] | str:
+    """The first input and the keyword inputs of a trial, or why there are none.
+
+    ValueError for an example whose first input is no tensor.
+    """
+    keywords: dict[str, Any] = {"use_cache": False} if convention.has_cache else {}
+    if example is None:
+        inputs = made_up_inputs(model, units)
+        if inputs is None or not convention.runs_on_hidden_states:
+            name = type(model).__name__
+            return f"the forward of {name} needs more than its first input, or no ids there: give example_inputs"
+        return inputs, keywords
+    named = example.copy().by_name(model)
+    first = named.pop(convention.first, None)
+    if not isinstance(first, Tensor):
+        raise ValueError(
+            f"example_inputs must have {convention.first!r}, the first input of {type(model).__name__}, as a tensor: "
+            f"later parts of a pipeline get hidden states in its place; got {type(first).__name__}"
+        )
+    return first, keywords | named
 
 
 def made_up_inputs(model: nn.Module, units: Sequence[ModelUnit]) -> Tensor | None:
