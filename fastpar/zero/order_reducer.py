@@ -162,9 +162,11 @@ class OrderReducer(GradReducer):
             hook.remove()
 
     def _unread(self) -> Iterable[ShardedParam]:
-        """Pipelines add to some gradients themselves, to which autograd does not come or which stages share."""
+        """Not what is read within `no_sync`, as in DDP. Pipelines add to some gradients themselves, to which autograd does
+        not come or which stages share."""
+        is_open = self.is_syncing or self.is_deferred
         for param in self._came_alone:
-            is_part = param.unreduced_sum is not None or (self.is_deferred and param.unsent is not None)
+            is_part = param.unreduced_sum is not None or (is_open and param.unsent is not None)
             if is_part and self.groups.size > 1 and not hasattr(param.parameter, "pipeline_share"):
                 yield param
 
@@ -287,7 +289,7 @@ class OrderReducer(GradReducer):
             self._passes = 0
             self._came_alone.clear()
         else:
-            self._withhold_unread()
+            self.withhold_unread()
 
     def _begin_reduction(self) -> None:
         self._is_reducing = True

@@ -112,9 +112,10 @@ class GradReducer:
         self._is_shown = True
         for param in self.params:
             show(param)
-        self._withhold_unread()
+        self.withhold_unread()
 
-    def _withhold_unread(self) -> None:
+    def withhold_unread(self) -> None:
+        """Let nobody read what is not averaged yet."""
         self._is_shown = True
         with looking_at_absent():
             unread = list(self._unread())

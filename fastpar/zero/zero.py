@@ -126,6 +126,7 @@ class Zero:
         finally:
             for reducer, was_syncing in zip(self._reducers, before, strict=True):
                 reducer.is_syncing = was_syncing
+                reducer.withhold_unread()
 
     def reduce_gradients(self) -> None:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 from tests.dist import run_ranks
-from tests.zero.zero_ranks import Net, batch, make_optimizer, optimizer_values
+from tests.zero.zero_ranks import Net, batch, make_optimizer, optimizer_values, whole_values
 
 STAGES = (0, 1, 2, 3)
 
@@ -62,13 +62,12 @@ def under_no_sync() -> None:
             zero = fp.zero.shard(model, optimizer, stage=stage, precision=precision)
             with zero.no_sync():
                 backward(model, 0)
-            if stage == 3 or precision is not None:
-                with pytest.raises(RuntimeError, match="not been averaged"):
-                    _ = model.twice.weight.grad
-            else:  # this rank's sum, as in DDP
-                plain = Net()
-                backward(plain, 0)
-                assert torch.equal(model.twice.weight.grad, plain.twice.weight.grad)
+                if stage < 3 and precision is None:  # this rank's sum, as in DDP
+                    plain = Net()
+                    backward(plain, 0)
+                    assert torch.equal(model.twice.weight.grad, plain.twice.weight.grad)
+            with pytest.raises(RuntimeError, match="not been averaged"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.zero_grad()
             assert model.twice.weight.grad is None
             with zero.no_sync():
@@ -78,5 +77,30 @@ def under_no_sync() -> None:
             optimizer.step()
 
 
-def test_under_no_sync_a_gradient_is_the_ranks_own_sum_or_nothing_to_read() -> None:
+def test_under_no_sync_a_gradient_is_the_ranks_own_sum_and_after_it_nothing_to_read() -> None:
     run_ranks(2, under_no_sync)
+
+
+def cut_short() -> None:
+    """The last batches of an epoch are fewer than are accumulated."""
+    for stage in STAGES:
+        model, plain = Net(), Net()
+        optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+        zero = fp.zero.shard(model, optimizers[0], stage=stage, accumulate=3)
+        backward(model, 0)
+        if stage < 2:  # others reduce after each
+            with pytest.raises(RuntimeError, match="not been averaged"):
+                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        zero.reduce_gradients()
+        for rank in range(dist.get_world_size()):
+            x, y = batch(0, 0, rank)
+            (nn.functional.mse_loss(plain(x), y) / dist.get_world_size()).backward()
+        for each, optimizer in zip((model, plain), optimizers, strict=True):
+            nn.utils.clip_grad_norm_(each.parameters(), 0.1)
+            optimizer.step()
+        for name, x in whole_values(model).items():
+            torch.testing.assert_close(x, plain.get_parameter(name).detach(), msg=name)
+
+
+def test_an_accumulation_that_is_cut_short_is_not_clipped_by_a_norm_of_one_rank() -> None:
+    run_ranks(2, cut_short)
