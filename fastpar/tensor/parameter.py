@@ -41,6 +41,7 @@ from fastpar.ops._autograd import apply_plain, dtensor_grad
 from fastpar.tensor.loaded import check_own_part
 from fastpar.tensor.split_views import watch_views
 
+ROWS_OF = "fastpar_rows_of"  # the attribute of a parameter that holds rows of a stored one: the layout of that
 _SUCCESSOR = "fastpar_successor"  # the attribute of a parameter that another one has replaced
 
 Range = tuple[int, int]
@@ -260,6 +261,8 @@ class ParameterLayout:
 
     def in_order(self, stored: Tensor) -> Tensor:
         """The full tensor in canonical order from one whose rows are in the order of the ranks that store them."""
+        if self.placement.is_replicate():
+            return stored
         assert self.rows is not None
         sizes = [self.rows.size(rank) for rank in range(self.comm.size)]
         return self.rows.assemble(stored.split(sizes, self.dim), self.dim)
@@ -333,10 +336,13 @@ def is_sharded_further(param: Tensor) -> bool:
 def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
     """The unsharded parameter in canonical order, on every rank of its group (a collective).
 
-    `value` is something shaped like the parameter to gather in its place: its gradient or an optimizer state.
+    `value` is something shaped like the parameter to gather in its place: its gradient or an optimizer state. Under
+    ZeRO both may be rows of what tensor parallelism has split: a collective of all ranks that have some.
     """
     value = param.detach() if value is None else value
-    layout = layout_of(param)
+    layout = layout_of(param) or getattr(param, ROWS_OF, None)
+    if layout is not None and isinstance(value, DTensor) and len(value.placements) > len(layout.placements):
+        return layout.in_order(value.full_tensor())
     if layout is not None:
         return layout.full(local_tensor(value))
     return value.full_tensor() if isinstance(value, DTensor) else value.clone()

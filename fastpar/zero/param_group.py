@@ -31,6 +31,7 @@ from fastpar.optim._masters import version_of
 from fastpar.precision import Precision
 from fastpar.tensor.dtensor_data import set_wrapper
 from fastpar.tensor.held import DataOfDTensors
+from fastpar.tensor.parameter import ROWS_OF
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.offload.shard_store import ShardStore
@@ -192,7 +193,7 @@ class ParamGroup:
         for index, (each, parameter) in enumerate(zip(places, self.unsharded, strict=True)):
             spec = _spec_at_rest(parameter, groups, is_persistent=each in persistent)
             sharded = as_parameter(rows[index], spec, requires_grad=parameter.requires_grad)
-            tags = {key: value for key, value in vars(parameter).items() if key != "fastpar_layout"}
+            tags = {ROWS_OF if key == "fastpar_layout" else key: value for key, value in vars(parameter).items()}
             vars(sharded).update(tags)
             self.sharded.append(sharded)
             faces: list[Tensor] = [sharded]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import fastpar as fp
 from fastpar.comm import Communicator
+from fastpar.tensor import full_parameter
 from tests.dist import run_ranks
 from tests.models import build_model
 from tests.moe import moe_models
@@ -125,3 +126,32 @@ def _whole_states() -> None:
 
 def test_whole_states_of_packed_weights_are_taken_by_name_and_refused_by_number() -> None:
     run_ranks(2, _whole_states)
+
+
+def _whole_parameters(stage: int) -> None:
+    ids = torch.randint(moe_models.VOCAB, (ROWS, 7), generator=torch.Generator().manual_seed(0))
+
+    def run(model: Any) -> None:
+        moe_models.loss_of(model(ids).logits[..., : moe_models.VOCAB], ids).backward()
+
+    expected: Any = build_model("gpt2", torch.float64)
+    run(expected)
+    mesh = fp.init_mesh(dp_shard=2, tp=2, device="cpu")
+    model: Any = fp.parallelize(build_model("gpt2", torch.float64), mesh, gather_logits=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    fp.zero.shard(model, optimizer, group=mesh, stage=stage)
+    run(model)
+    found = dict(model.named_parameters())
+    grads = {name: full_parameter(p, p.grad) for name, p in found.items()}
+    for name, p in expected.named_parameters():
+        torch.testing.assert_close(full_parameter(found[name]).view_as(p), p, msg=name)
+        torch.testing.assert_close(grads[name].view_as(p), p.grad, msg=name)
+    optimizer.step()
+    for name, p in found.items():
+        torch.testing.assert_close(full_parameter(p, optimizer.state[p]["momentum_buffer"]), grads[name], msg=name)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_whole_parameters_have_their_own_order(stage: int) -> None:
+    """So have gradients and moments, of which a rank has rows."""
+    run_ranks(4, _whole_parameters, stage)
