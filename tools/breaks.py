@@ -362,7 +362,7 @@ ZERO = _of(
     ),
     (
         "an optimizer that is not elementwise is sharded",
-        "if not float(difference) <= _TOLERANCE * scale:",
+        "if not float(difference) <= TOLERANCE * scale:",
         "if False and difference is scale:",
         "test_zero_arguments.py other_things",
     ),
