@@ -98,8 +98,8 @@ def exchange(local: Tensor, comm: Communicator | None) -> Tensor:
     """Every rank's [N + 3, C], [ranks, N + 3, C], by one all-gather; none without a communicator."""
     if comm is None:
         return local.unsqueeze(0)
-    if torch.compiler.is_compiling():
-        # A transport cannot be traced; this is the same collective as an op that can, without a deadline.
+    if torch.compiler.is_compiling() and not local.is_cpu:
+        # A transport of devices cannot be traced; this is the same collective as an op that can, without a deadline.
         from torch.distributed._functional_collectives import all_gather_tensor
 
         assert comm.group is not None  # a communicator of several ranks has one

@@ -230,3 +230,27 @@ def losses() -> None:
 
 def test_compiled_losses_take_split_logits() -> None:
     run_ranks(2, losses)
+
+
+def branches(comm: fp.Communicator, inputs: list[Tensor], weights: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """Matrix products alone, for which Inductor compiles no code."""
+    return [fp.comm.copy_to(x, comm) @ up @ down for x, (up, down) in zip(inputs, weights, strict=True)]
+
+
+def order_of_collectives() -> None:
+    """One branch is larger on one rank, the other on the other, and Inductor begins with what saves most memory."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    comm, found = fp.Communicator(dist.group.WORLD), []
+    inputs = [torch.randn(4, 8, requires_grad=True) for _ in range(2)]
+    sizes = (64, 2) if comm.rank == 0 else (2, 64)
+    weights = [(torch.randn(8, n, requires_grad=True), torch.randn(n, 8)) for n in sizes]
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        for fn in (branches, torch.compile(branches)):
+            outputs = fn(comm, inputs, weights)
+            found.append(torch.autograd.grad(outputs, [*inputs, *(up for up, _ in weights)], outputs))
+    torch.testing.assert_close(*found)
+
+
+def test_inductor_keeps_the_order_of_collectives() -> None:
+    run_ranks(2, order_of_collectives)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fastpar.comm.graph_order import in_order, keep_order
 from fastpar.comm.reduction import widen
 from fastpar.comm.transport import InFlight, Transport
 
@@ -72,6 +73,7 @@ def _(
 
 # Ranks wait for each other in it, so it must run even where nobody uses its result.
 torch.fx.node.has_side_effect(torch.ops.fastpar.shared_collective.default)
+in_order(torch.ops.fastpar.shared_collective.default)
 
 
 class CompiledTransport:
@@ -122,4 +124,5 @@ class CompiledTransport:
         sizes: Sequence[int] = (),
         output_sizes: Sequence[int] = (),
     ) -> Tensor:
+        keep_order()
         return _collective(x, self._key, name, op, root, list(sizes), list(output_sizes), numel)

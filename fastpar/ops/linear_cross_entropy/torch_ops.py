@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from fastpar.comm.graph_order import in_order, keep_order
 from fastpar.contracts import compute_dtype
 from fastpar.contracts.cross_entropy import LossOptions
 from fastpar.contracts.vocab_shard import Shard
@@ -40,6 +41,9 @@ torch.library.define(
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor target, Tensor lse, Tensor grad_loss, Tensor? grad_lse, "
     f"{_COMMON}) -> (Tensor, Tensor, Tensor)",
 )
+
+for _op in (torch.ops.fastpar.linear_cross_entropy_forward, torch.ops.fastpar.linear_cross_entropy_backward):
+    in_order(_op.default)
 
 
 @torch.library.impl("fastpar::linear_cross_entropy_forward", "CompositeExplicitAutograd")
@@ -148,6 +152,7 @@ def compiled_forward(
     wants: LinearLossWants,
 ) -> tuple[Tensor, Tensor, LinearLossGrads]:
     """`losses` (grad_loss None) or `losses_and_gradients` as one op."""
+    keep_order()
     op = torch.ops.fastpar.linear_cross_entropy_forward
     loss, lse, *grads = op(*inputs, grad_loss, *_pack(problem, layout, wants))
     return loss, lse, _asked(grads, wants if grad_loss is not None else LinearLossWants(False, False, False))
@@ -163,6 +168,7 @@ def compiled_backward(
     wants: LinearLossWants,
 ) -> LinearLossGrads:
     """`gradients` as one op."""
+    keep_order()
     op = torch.ops.fastpar.linear_cross_entropy_backward
     grads = op(*inputs, lse, grad_loss, grad_lse, *_pack(problem, layout, wants))
     return _asked(cast("tuple[Tensor, ...]", grads), wants)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fastpar.comm import Communicator
+from fastpar.comm.graph_order import in_order, keep_order
 from fastpar.ops.parallel_linear.types import LinearCall, LinearSpec, RankRows
 
 _CALL = (
@@ -28,6 +29,9 @@ def register(spec: LinearSpec) -> None:
     torch.library.define(
         f"{name}_backward", f"(Tensor? x, Tensor[] weights, Tensor?[] grads, bool[] needs, {_CALL}) -> Tensor[]"
     )
+
+    for each in (spec.op, f"{spec.op}_backward"):
+        in_order(getattr(torch.ops.fastpar, each).default)
 
     @torch.library.impl(name, "CompositeExplicitAutograd")
     def forward(x: Tensor, weights: list[Tensor], biases: list[Tensor | None], keep: bool, *call: Any) -> list[Tensor]:
@@ -101,6 +105,7 @@ def run_forward(
     call: LinearCall, x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], keep: bool
 ) -> tuple[list[Tensor], Tensor | None]:
     """The outputs by weight and, with `keep`, what was gathered."""
+    keep_order()
     op = getattr(torch.ops.fastpar, call.spec.op)
     outs = op(x, list(weights), list(biases), keep, *_pack(call))
     count = len(weights)
@@ -114,6 +119,7 @@ def run_backward(
     count = len(weights)
     is_given = [grad is not None for grad in grads]
     needs = [bool(need) for need in needs[: 1 + 2 * count]]
+    keep_order()
     op = getattr(torch.ops.fastpar, f"{call.spec.op}_backward")
     found = op(x, list(weights), list(grads), needs, *_pack(call))
     wanted = [need and given for need, given in zip(needs, [True, *is_given, *is_given], strict=True)]
