@@ -16,7 +16,7 @@ import fastpar as fp
 from fastpar.contracts import optimizer_formats as formats
 from tests.dist import run_ranks
 from tests.models import VOCAB, build_model
-from tests.values import gathered
+from tests.values import all_gathered
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 24, "intermediate_size": 34, "num_attention_heads": 4}
 EXPERTS = {"num_experts": 4, "router_aux_loss_coef": 0.0}
@@ -52,7 +52,7 @@ def whole_of(state: dict[str, Any]) -> dict[str, Tensor]:
     tensors = {f"model.{name}": x for name, x in state["model"].items()}
     for name, states in state["optimizer"].items():
         tensors |= {f"{name}.{key}": x for key, x in states.items() if isinstance(x, Tensor)}
-    return {name: gathered(x).clone() for name, x in tensors.items()}
+    return all_gathered(tensors)
 
 
 def save(folder: str, sizes: dict[str, int], stage: int, experts: bool) -> Found:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fastpar as fp
 from fastpar.comm import Communicator
+from tests.values import all_gathered
 
 ROWS = 4  # samples of a microbatch
 Parameters = dict[str, Tensor]
@@ -189,14 +190,13 @@ def _mean(ranks: Sequence[Parameters]) -> Parameters:
 
 def optimizer_values(zero: fp.zero.Zero) -> Parameters:
     """What the optimizer has, whole, by name."""
-    return {
-        param.name: whole_of(param.optim_param.detach()).view(param.parameter.shape).clone() for param in zero.params
-    }
+    found = all_gathered({param.name: param.optim_param for param in zero.params})
+    return {param.name: found[param.name].view(param.parameter.shape) for param in zero.params}
 
 
 def whole_values(model: nn.Module) -> Parameters:
     """Parameters by name, whole: of stage 3 gathered from the rows at rest."""
-    return {name: whole_of(parameter.detach()).clone() for name, parameter in model.named_parameters()}
+    return all_gathered(dict(model.named_parameters()))
 
 
 def whole_of(x: Any) -> Tensor:
