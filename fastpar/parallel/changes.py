@@ -78,7 +78,10 @@ class Changes:
     def parameter(self, full: nn.Parameter, layout: ParameterLayout) -> nn.Parameter:
         """The parallel parameter for an original one; a tied parameter is made once and shared again."""
         if id(full) not in self._parameters:
-            self._parameters[id(full)] = (full, layout.parameter(full, requires_grad=full.requires_grad))
+            split = layout.parameter(full, requires_grad=full.requires_grad)
+            if full.grad_dtype != full.dtype:
+                split.grad_dtype = full.grad_dtype
+            self._parameters[id(full)] = (full, split)
         parallel = self._parameters[id(full)][1]
         made = layout_of(parallel)
         assert made is not None

@@ -294,6 +294,12 @@ def check_parameters(named: dict[str, nn.Parameter], precision: Precision) -> No
                 f"{name} is {parameter.dtype}: gradients are averaged as real numbers. Hold it as "
                 "nn.Parameter(torch.view_as_real(value)), and take torch.view_as_complex of that in forward"
             )
+        if parameter.requires_grad and parameter.grad_dtype not in (None, parameter.dtype):
+            raise ValueError(
+                f"{name} is {parameter.dtype} with grad_dtype={parameter.grad_dtype}, but what is reduced and updated "
+                "has the dtypes of precision: set grad_dtype back to the parameter's own, and pass "
+                "precision=fastpar.Precision(reduce=torch.float32, master=torch.float32)"
+            )
         if parameter.device.type == "meta":
             raise ValueError(f"{name} is on the meta device: materialise and initialise the model before shard(...)")
     precision.check_names(list(named))

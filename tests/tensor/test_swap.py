@@ -574,6 +574,21 @@ def _post_norm_gradients(sequence_parallel: bool) -> None:
         torch.testing.assert_close(full_parameter(p, p.grad), q.grad, rtol=1e-10, atol=1e-10, msg=name)
 
 
+def _wide_gradients() -> None:
+    torch.manual_seed(0)
+    model = PostNormStack().bfloat16()
+    for parameter in model.parameters():
+        parameter.grad_dtype = torch.float32
+    plan = {"layers.*.mlp": "block", "layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
+    fp.parallelize(model, dist.group.WORLD, plan | {"layers.*.mlp.3": "replicate"})
+    model(torch.randn(2, 5, 6, dtype=torch.bfloat16)).square().sum().backward()
+    assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {torch.float32}
+
+
+def test_gradients_keep_the_dtype_that_they_were_given() -> None:
+    run_ranks(2, _wide_gradients)
+
+
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_norm_after_the_sum_inside_a_block_has_the_gradient_of_the_whole_sequence(sequence_parallel: bool) -> None:
     run_ranks(2, _post_norm_gradients, sequence_parallel)

@@ -27,6 +27,8 @@ def refused() -> None:
     compiled, wrapped = torch.compile(Net(), backend="eager"), nn.DataParallel(Net())
     spiral = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
     looked_up = nn.Sequential(nn.EmbeddingBag(8, 4, mode="sum", sparse=True), nn.Linear(4, 2))
+    wide = nn.Linear(2, 2, dtype=torch.bfloat16)
+    wide.bias.grad_dtype = torch.float32
     bounded, counting = nn.Embedding(8, 4, max_norm=1.0), nn.EmbeddingBag(8, 4, scale_grad_by_freq=True)
     cases: list[tuple[type[Exception], str, Any, Any, dict[str, Any]]] = [
         (TypeError, "shard\\(model, optimizer\\), in this order", optimizer, model, {}),
@@ -40,6 +42,7 @@ def refused() -> None:
         (ValueError, "model is wrapped in DataParallel.*model.module", wrapped, optimizer, {}),
         (ValueError, "compile what comes of it", compiled, make_optimizer("sgd", compiled.parameters()), {}),
         (TypeError, "complex64.*view_as_real", spiral, make_optimizer("sgd", spiral.parameters()), {}),
+        (ValueError, "bias is .*grad_dtype=torch.float32.*reduce=", wide, make_optimizer("sgd", wide.parameters()), {}),
         (ValueError, "sparse gradients.*sparse=False", looked_up, make_optimizer("sgd", looked_up.parameters()), {}),
         (ValueError, "others on each rank.*max_norm=None", bounded, make_optimizer("sgd", bounded.parameters()), {}),
         (ValueError, "how often an id.*a part", counting, make_optimizer("sgd", counting.parameters()), {}),
