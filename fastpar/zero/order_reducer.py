@@ -162,8 +162,8 @@ class OrderReducer(GradReducer):
             hook.remove()
 
     def _unread(self) -> Iterable[ShardedParam]:
-        """Not what is read within `no_sync`, as in DDP. Pipelines add to some gradients themselves, to which autograd does
-        not come or which stages share."""
+        """Not what is read within `no_sync`, as in DDP. Pipelines add to some gradients themselves, to which autograd
+        does not come or which stages share."""
         is_open = self.is_syncing or self.is_deferred
         for param in self._came_alone:
             is_part = param.unreduced_sum is not None or (is_open and param.unsent is not None)

@@ -5,7 +5,9 @@ Everything is of one rank here; tests/fuzz_ranks.py has what two ranks do.
 
 from __future__ import annotations
 
+import atexit
 import functools
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +27,7 @@ from fastpar.tensor import binding  # noqa: F401
 
 Case = tuple[Callable[..., Any], dict[str, Any]]
 FOLDER = Path(tempfile.mkdtemp(prefix="fastpar-fuzz-"))
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 
 def floats(*shape: int) -> Tensor:

@@ -289,7 +289,8 @@ def run(name: str, seed: int, count: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    os.chdir(tempfile.mkdtemp(prefix="fastpar-fuzz-"))  # for what a name is taken for a path
-    for function_name in sys.argv[1].split(","):
-        run(function_name, int(sys.argv[2]), int(sys.argv[3]))
+    with tempfile.TemporaryDirectory(prefix="fastpar-fuzz-") as folder:
+        os.chdir(folder)  # for what a name is taken for a path
+        for function_name in sys.argv[1].split(","):
+            run(function_name, int(sys.argv[2]), int(sys.argv[3]))
     print(json.dumps({"done": True}), flush=True)
