@@ -34,6 +34,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from fastpar.arguments import check_counts, checked, checked_fields
 from fastpar.contracts import FLOAT_DTYPES
+from fastpar.contracts.linear import autocast_dtype
 
 MAX_TOKENS = 2**31 - 1  # tables are int32
 _CACHED_TABLES = 512  # of tiles: a model of a few kinds of layers, on a few ranks, for several microbatches
@@ -396,6 +397,12 @@ class ScoreOptions(NamedTuple):
             return cls(scale, softcap or 0.0)
         where = (dropout.first_batch, dropout.first_head, dropout.q_positions, dropout.k_positions)
         return cls(scale, softcap or 0.0, dropout.p, dropout.seed, *where)
+
+
+def autocast_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values in the dtype that torch's scaled_dot_product_attention would compute in."""
+    dtype = autocast_dtype(q)
+    return (q, k, v) if dtype is None else (q.to(dtype), k.to(dtype), v.to(dtype))
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -34,6 +34,7 @@ from fastpar.contracts.attention import (
     AttentionDropout,
     AttentionTiles,
     ScoreOptions,
+    autocast_heads,
     check_attention,
     check_score_options,
 )
@@ -219,7 +220,7 @@ def attention(
 
         q    [b, h_q, s_q, D]     float32, bfloat16, float16 or float64, any strides
         k    [b, h_k, s_k, D]     as q; h_q is a multiple of h_k, and query head h reads head h // (h_q / h_k)
-        v    [b, h_k, s_k, D_v]   as q
+        v    [b, h_k, s_k, D_v]   as q; under torch.autocast all three are taken in its dtype, as by torch
         sink [h_q]                optional: the logit of one more key, whose value is 0 (GPT-OSS)
         out  [b, h_q, s_q, D_v]   q's dtype, contiguous; with return_lse the result is (out, lse)
         lse  [b, h_q, s_q]        float32 (float64 for float64); it has a gradient
@@ -261,6 +262,7 @@ def attention(
         ValueError: shapes, dtypes or devices that do not fit one another or the tiles; causal beside tiles, or of other
             numbers of queries than keys; a softcap that is not positive.
     """
+    q, k, v = autocast_heads(q, k, v)
     check_attention(q, k, v, tiles, causal, dropout)
     check_score_options(q, scale, softcap, sink)
     options = ScoreOptions.of(q.shape[-1], scale, softcap, dropout)

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from fastpar.comm import Communicator
 from fastpar.contracts.attention import AttentionDropout, AttentionMask, AttentionTiles, Ranges, TokenRange
 from fastpar.ops import _attention_blocks, _attention_torch
 from fastpar.ops.attention import attention as attention_op
+from fastpar.ops.context_attention.api import context_attention
 from fastpar.reference.attention import attention as reference_op
 from fastpar.reference.attention import attention_keep_mask
 from fastpar.reference.dropout import keep_mask
@@ -288,6 +290,29 @@ def test_backward_from_out_has_the_gradients_where_torchs_kernels_are_asked_for(
     for found, expected in zip(torch.autograd.grad(out, inputs, grad), wanted, strict=True):
         torch.testing.assert_close(found, expected)
     assert calls == [1]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_computes_in_its_dtype_as_torch_does(dtype: torch.dtype) -> None:
+    """Queries and keys that were rotated in float32, and values of a linear."""
+    q, k, v = (torch.randn(1, 2, 37, 8, requires_grad=True) for _ in range(3))
+
+    def across(*given: Tensor) -> Tensor:
+        mask = AttentionMask(causal=True)
+        return context_attention(*given, group=Communicator(None), layout=(WHOLE,), mask=mask)
+
+    def torchs(*given: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(*given, is_causal=True)
+
+    outs = []
+    for attend in (torchs, lambda *given: attention(*given, causal=True), across):
+        with torch.autocast("cpu", dtype=dtype):
+            outs.append(attend(q, k, v.to(dtype)))
+        grads = torch.autograd.grad(outs[-1].sum(), (q, k, v))
+        assert (outs[-1].dtype, {grad.dtype for grad in grads}) == (dtype, {torch.float32})
+        torch.testing.assert_close(outs[-1], outs[0], rtol=2e-2, atol=2e-2)
+    with torch.autocast("cpu", dtype=dtype), pytest.raises(ValueError, match="one dtype"):
+        attention(q.double(), k, v)
 
 
 def test_bad_arguments_are_refused() -> None:

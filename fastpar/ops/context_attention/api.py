@@ -22,6 +22,7 @@ from fastpar.contracts.attention import (
     Ranges,
     ScoreOptions,
     TokenRange,
+    autocast_heads,
     check_heads,
     check_score_options,
 )
@@ -60,7 +61,7 @@ def context_attention(
 
         q     [b, h_q, s, D]     this rank's tokens, in the order of its layout; s may differ between ranks, and be 0
         k     [b, h_k, s, D]     h_q a multiple of h_k: query head h reads key/value head h // (h_q / h_k)
-        v     [b, h_k, s, D_v]
+        v     [b, h_k, s, D_v]   dtypes are equal; under torch.autocast all three are taken in its dtype, as by torch
         sink  [h_q]              a score of each head that no value belongs to, the same on every rank
         out   [b, h_q, s, D_v]   q's dtype; rows that see no key are 0
 
@@ -109,6 +110,8 @@ def context_attention(
             dropout=dropout, overlap=overlap,
         ))  # fmt: skip
     comm = Communicator.of(group)
+    if all(isinstance(x, Tensor) for x in (q, k, v)):
+        q, k, v = autocast_heads(q, k, v)
     options = _Options(layout, mask, method, scale, softcap, dropout, overlap)
     problem: Exception | None = None
     call: ContextCall | None = None
