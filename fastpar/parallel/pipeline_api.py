@@ -47,6 +47,7 @@ from fastpar.pipeline.stages.calling import Keywords
 from fastpar.pipeline.stages.stage import Stage
 from fastpar.pipeline.stages.unit_costs import UnitCosts
 from fastpar.recompute import Policy, apply_recompute
+from fastpar.tensor.optimizer_trial import of_stage
 
 
 @checked(computed=False, but=("plan",))
@@ -199,7 +200,7 @@ def parallelize_pipeline(
         for stage in stages:
             _recompute_layers(stage, recompute)
     group = mesh.group("pp")
-    return Pipeline(
+    pipe = Pipeline(
         stages,
         schedule,
         group,
@@ -211,6 +212,9 @@ def parallelize_pipeline(
         sequence=None if region is None else ContextMicrobatches(region),
         timeout=timeout,
     )
+    if group is not None:
+        of_stage(pipe.parameters())
+    return pipe
 
 
 def _region(

@@ -1,8 +1,8 @@
 """The trial of an optimizer that reads across the elements of a parameter: does it do to parts what it does to a whole?
 
 It makes two steps on parameters of a few elements, once whole and once split as the model's are. One that raises, or
-comes to other values, is refused. What tensor parallelism has split is tried in an optimizer's first step, and what
-ZeRO is to shard by `fastpar.zero.shard`.
+comes to other values, is refused. What tensor parallelism has split, and what pipeline stages have of a model, is tried
+in an optimizer's first step, and what ZeRO is to shard by `fastpar.zero.shard`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +26,9 @@ from fastpar.tensor.optimizer_numbers import reading_whole
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 STEPS = 2
+STEPS_APART = 4  # what is summed over parameters may act a step later than it is summed, and be zero in the first
+ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows
+OF_STAGE = "fastpar_of_stage"  # the attribute of parameters beside which other ranks have others
 TOLERANCE = 5e-2  # of the largest value: iterations in bfloat16 sum in another order
 _LR = 1e-2  # in the place of 0, with which a schedule may begin, and an optimizer does nothing
 # Optimizers, with the number of groups that they had when they were tried.
@@ -66,12 +69,27 @@ def _try_first(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         for options, parameter in kinds_of(optimizer):
             if all(type(placement) in (Shard, Replicate) for placement in parameter.placements):
                 try_split(optimizer, options, _SplitTrial(parameter))
+        for group in optimizer.param_groups:
+            for shape in small_shapes([p for p in group["params"] if hasattr(p, OF_STAGE)]):
+                try_apart(optimizer, options_of(group), shape)
     is_tried(optimizer)
 
 
 def is_tried(optimizer: torch.optim.Optimizer) -> None:
     """Its steps need no trial any more."""
     _TRIED[optimizer] = len(optimizer.param_groups)
+
+
+def of_stage(parameters: Iterable[Tensor]) -> None:
+    """An optimizer of these has to update them without those that other ranks have."""
+    try_in_first_steps()
+    for parameter in parameters:
+        vars(parameter)[OF_STAGE] = True
+
+
+def small_shapes(parameters: Iterable[Tensor]) -> list[tuple[int, ...]]:
+    """Shapes of a few elements, one for each number of dims."""
+    return sorted({(ROWS, 4, 3, 3)[: p.ndim] + (1,) * max(p.ndim - 4, 0) for p in parameters if p.ndim > 0})
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,6 +191,27 @@ def try_split(optimizer: torch.optim.Optimizer, options: dict[str, Any], trial: 
             f"{name} cannot {trial.refusal}: two steps on parts of a parameter {shape} differ by "
             f"{float(difference):.2g} from those on the whole one, which change it by {scale:.2g}. {trial.remedy}, as "
             "one that draws numbers"
+        )
+
+
+def try_apart(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> None:
+    """Raises ValueError where what a parameter becomes depends on others, which are elsewhere or come later."""
+    generator = torch.Generator().manual_seed(len(shape))
+    value = torch.randn(shape, generator=generator, device="cpu")
+    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(STEPS_APART)]
+    alone, beside, other = (nn.Parameter(value.clone()) for _ in range(3))
+    try:
+        run(optimizer, options, {alone: grads})
+        run(optimizer, options, {beside: grads, other: [100 * grad for grad in grads]})
+    except Exception:  # these shapes say nothing about it
+        return
+    scale = float((alone.detach() - value).abs().max())
+    if not float((alone.detach() - beside.detach()).abs().max()) <= TOLERANCE * scale:
+        raise ValueError(
+            f"{type(optimizer).__name__} cannot update parameters in parts, as what one becomes depends on the others "
+            "that it has: pipeline stages and experts' ranks have others each, and from a file some are updated at a "
+            "time. Use another optimizer (or a mesh without pp and ep; offload='cpu'), or set is_elementwise = True on "
+            "it if it treats every element for itself and draws numbers"
         )
 
 

@@ -6,28 +6,24 @@ It is tried as `fastpar.tensor.optimizer_trial` does it, on parameters sharded a
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.tensor.optimizer_trial import (
-    TOLERANCE,
+    ROWS,
     comms_of,
     even_shape,
     is_tried,
     kinds_of,
     needs_no_trial,
     options_of,
-    run,
+    small_shapes,
     split_like,
+    try_apart,
     try_split,
 )
 from fastpar.zero.groups import Groups, as_dtensor, local
-
-_ROWS = 5  # of three dims and more the others are 3: shards of different sizes, and some without rows; then equal ones
-_STEPS_APART = 4  # what is summed over parameters may act a step later than it is summed, and be zero in the first
 
 
 def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups, *, is_in_parts: bool = False) -> None:
@@ -42,11 +38,11 @@ def check_sharded_updates(optimizer: torch.optim.Optimizer, groups: Groups, *, i
     is_apart = is_in_parts or has_stages or groups.experts is not None
     for group in optimizer.param_groups:
         options = options_of(group)
-        shapes = {(_ROWS, 4, 3, 3)[: p.ndim] + (1,) * max(p.ndim - 4, 0) for p in group["params"] if p.ndim > 0}
-        for shape in sorted(shapes if is_apart else ()):
-            _try_apart(optimizer, options, shape)
-        for shape in sorted(shapes if groups.shard.size > 1 else ()):
-            for rows in (_ROWS, 2 * groups.shard.size):  # means of equal shards stay partial in DTensor, others do not
+        shapes = small_shapes(group["params"])
+        for shape in shapes if is_apart else ():
+            try_apart(optimizer, options, shape)
+        for shape in shapes if groups.shard.size > 1 else ():
+            for rows in (ROWS, 2 * groups.shard.size):  # means of equal shards stay partial in DTensor, others do not
                 try_split(optimizer, options, _RowTrial((rows, *shape[1:]), groups))
     for options, parameter in kinds_of(optimizer):
         try_split(optimizer, options, _RowTrial((), groups.of(parameter), parameter))
@@ -76,24 +72,3 @@ class _RowTrial:
         rank = self._groups.shard.rank
         rows = parts[rank] if rank < len(parts) else local(whole)[:0]
         return as_dtensor(rows.clone(), self._groups.row_spec(whole) or getattr(whole, "_spec", None))
-
-
-def _try_apart(optimizer: torch.optim.Optimizer, options: dict[str, Any], shape: tuple[int, ...]) -> None:
-    """Raises ValueError where what a parameter becomes depends on others, which are elsewhere or come later."""
-    generator = torch.Generator().manual_seed(len(shape))
-    value = torch.randn(shape, generator=generator, device="cpu")
-    grads = [torch.randn(shape, generator=generator, device="cpu") for _ in range(_STEPS_APART)]
-    alone, beside, other = (nn.Parameter(value.clone()) for _ in range(3))
-    try:
-        run(optimizer, options, {alone: grads})
-        run(optimizer, options, {beside: grads, other: [100 * grad for grad in grads]})
-    except Exception:  # these shapes say nothing about it
-        return
-    scale = float((alone.detach() - value).abs().max())
-    if not float((alone.detach() - beside.detach()).abs().max()) <= TOLERANCE * scale:
-        raise ValueError(
-            f"{type(optimizer).__name__} cannot update parameters in parts, as what one becomes depends on the others "
-            "that it has: pipeline stages and experts' ranks have others each, and from a file some are updated at a "
-            "time. Use another optimizer (or a mesh without pp and ep; offload='cpu'), or set is_elementwise = True on "
-            "it if it treats every element for itself and draws numbers"
-        )

@@ -195,6 +195,22 @@ def test_an_optimizer_is_tried_in_its_first_step(warms_up: bool) -> None:
     run_ranks(2, step_for_trial, warms_up)
 
 
+def step_stages() -> None:
+    mesh = fp.init_mesh(pp=2, device="cpu")
+    torch.manual_seed(0)
+    pipe = fp.parallelize_pipeline(
+        [nn.Linear(4, 5), nn.Linear(5, 4)], mesh, "1f1b", num_microbatches=2, loss=nn.MSELoss()
+    )
+    pipe.step(torch.randn(4, 4), target=torch.randn(4, 4))
+    with pytest.raises(ValueError, match=r"Normalized cannot update parameters in parts.* pipeline stages"):
+        Normalized(pipe.parameters()).step()
+    LocalNorm(pipe.parameters(), whole=True).step()
+
+
+def test_an_optimizer_of_stages_that_needs_all_parameters_is_refused() -> None:
+    run_ranks(2, step_stages)
+
+
 def grow(parameter: Tensor) -> None:
     parameter.grad.mul_(5)
 
