@@ -42,11 +42,13 @@ class Tensors(NamedTuple):
     """Which tensors and numbers a function takes.
 
     meta      tensors on the meta device as well
+    tangents  tensors of forward-mode differentiation as well, for what runs operations of torch alone
     computed  tensors that can be computed with, of dense memory and ordinary dtypes; False: that is the function's own
               to check
     """
 
     meta: bool = False
+    tangents: bool = False
     computed: bool = True
 
 
@@ -188,7 +190,7 @@ def _single(base: Any, tensors: Tensors) -> ArgumentKind:
             return ArgumentKind(is_tensor, _nothing, "a tensor", is_tensor)
         return ArgumentKind(
             is_tensor,
-            functools.partial(_tensor_problem, tensors.meta),
+            functools.partial(_tensor_problem, tensors),
             "a tensor",
             _plain_tensor_test(torch),
             _plain_tensors_test(torch),
@@ -335,7 +337,7 @@ def _plain_classes_and_dtypes(torch: Any) -> tuple[frozenset[type], frozenset[An
 def _plain_tensor_test(torch: Any) -> Callable[[Any], bool]:
     """Whether `_tensor_problem` has nothing to say. Asks what takes some 50 ns each; the name of a device takes 500."""
     (classes, dtypes), strided = _plain_classes_and_dtypes(torch), torch.strided
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    is_wrapped, forward = torch._C._functorch.is_functorch_wrapped_tensor, torch.autograd.forward_ad
 
     def is_plain(value: Any) -> bool:
         return (
@@ -344,6 +346,7 @@ def _plain_tensor_test(torch: Any) -> Callable[[Any], bool]:
             and value.layout is strided
             and not value.is_meta
             and not is_wrapped(value)
+            and forward._current_level < 0
         )
 
     return is_plain
@@ -354,7 +357,7 @@ def _plain_tensors_test(torch: Any) -> Callable[[Sequence[Any]], bool]:
     """The same of every member, without a step of Python for each: a quarter of the time."""
     (classes, dtypes), layouts = _plain_classes_and_dtypes(torch), frozenset({torch.strided})
     dtype, layout, is_meta = map(operator.attrgetter, ("dtype", "layout", "is_meta"))
-    is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+    is_wrapped, forward = torch._C._functorch.is_functorch_wrapped_tensor, torch.autograd.forward_ad
 
     def are_plain(values: Sequence[Any]) -> bool:
         return (
@@ -363,6 +366,7 @@ def _plain_tensors_test(torch: Any) -> Callable[[Sequence[Any]], bool]:
             and layouts.issuperset(map(layout, values))
             and not any(map(is_meta, values))
             and not any(map(is_wrapped, values))
+            and forward._current_level < 0
         )
 
     return are_plain
@@ -397,12 +401,18 @@ def _number_problem(value: Any) -> str | None:
     return None  # NaN is outside of every range that a function checks
 
 
-def _tensor_problem(meta: bool, value: Any) -> str | None:
+def _tensor_problem(tensors: Tensors, value: Any) -> str | None:
     torch = imported_torch()
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return (
             "is inside a torch.func transform (grad, vmap, jvp, ...), which cannot look into this function: "
             "differentiate with backward() or torch.autograd.grad, and call it with whole batches"
+        )
+    forward = torch.autograd.forward_ad
+    if forward._current_level >= 0 and not tensors.tangents and forward.unpack_dual(value).tangent is not None:
+        return (
+            "has a tangent of forward-mode differentiation, which this function would lose: differentiate with "
+            "backward() or torch.autograd.grad"
         )
     if value.layout is not torch.strided:
         return f"must be a dense tensor, got one of layout {value.layout}: pass its to_dense()"
@@ -410,6 +420,6 @@ def _tensor_problem(meta: bool, value: Any) -> str | None:
         return f"must be of a dtype that is computed with, got {value.dtype}: convert it first"
     if value.is_quantized:
         return f"must not be quantized, got {value.dtype}: pass its dequantize()"
-    if value.device.type == "meta" and not meta:
+    if value.device.type == "meta" and not tensors.meta:
         return f"is on the meta device, where a tensor has no numbers: shape {tuple(value.shape)}"
     return None

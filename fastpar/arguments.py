@@ -31,20 +31,22 @@ Class = TypeVar("Class", bound=type)
 def checked(
     *,
     meta: bool = False,
+    tangents: bool = False,
     computed: bool = True,
     unless_agreed: str = "",
     but: tuple[str, ...] = (),
 ) -> Callable[[Function], Function]:
     """A function or method whose arguments are of the kinds of its annotations, or TypeError or ValueError.
 
-    meta, computed       see `Tensors`
-    unless_agreed        the argument (a group, or a plan that has one) with which the function itself raises on all
-                         ranks what is wrong on one, so that nothing may be raised here
-    but                  the arguments that the function checks itself, with more to say of them; or by `check_left_out`
+    meta, tangents, computed  see `Tensors`
+    unless_agreed             the argument (a group, or a plan that has one) with which the function itself raises on
+                              all ranks what is wrong on one, so that nothing may be raised here
+    but                       the arguments that the function checks itself, with more to say of them; or by
+                              `check_left_out`
     """
 
     def decorate(function: Function) -> Function:
-        tensors = Tensors(meta, computed)
+        tensors = Tensors(meta, tangents, computed)
         scope = inspect.unwrap(function).__globals__
         return _checking(function, _name_of(function), scope, tensors, unless_agreed, but)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from fastpar import ops
 from tests.project.fuzz_api import PARTS
@@ -96,6 +97,16 @@ def test_torch_func_transforms_are_refused_by_name(transform: str) -> None:
     }
     with pytest.raises(ValueError, match=r"vocab_parallel_cross_entropy: logits is inside a torch.func transform"):
         calls[transform]()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("op", [ops.rms_norm, ops.vocab_parallel_softmax])
+def test_tangents_are_refused_where_they_would_be_lost(op: Any) -> None:
+    x, weight = torch.randn(3, 5), [torch.randn(5)] if op is ops.rms_norm else []
+    with forward_ad.dual_level():
+        with pytest.raises(ValueError, match=rf"{op.__name__}: \w+ has a tangent of forward-mode differentiation"):
+            op(forward_ad.make_dual(x, x), *weight)
+        op(x, *weight)
 
 
 def numbers_of(name: str) -> list[str]:

@@ -169,7 +169,7 @@ def _unpacked(outs: Sequence[Tensor], given: Weights) -> Any:
 # ---- public ----------------------------------------------------------------------------------------------------------
 
 
-@checked(meta=True)
+@checked(meta=True, tangents=True)
 def all_gather_linear(
     x: Tensor,
     weight: OneOrSeveral,
@@ -276,7 +276,7 @@ def gathered_and_linear(
     return gathered, tuple(outs)
 
 
-@checked(meta=True)
+@checked(meta=True, tangents=True)
 def copy_to_linear(
     x: Tensor,
     weight: OneOrSeveral,
@@ -314,7 +314,7 @@ def copy_to_linear(
     return _unpacked(apply(call, x, given.weights, given.biases, store=wgrad_store), given)
 
 
-@checked(meta=True)
+@checked(meta=True, tangents=True)
 def linear_reduce_scatter(
     x: Tensor,
     weight: Tensor,
@@ -359,7 +359,7 @@ def linear_reduce_scatter(
     return apply(call, x, given.weights, given.biases, store=wgrad_store)[0]
 
 
-@checked(meta=True)
+@checked(meta=True, tangents=True)
 def linear_all_reduce(
     x: Tensor,
     weight: Tensor,
