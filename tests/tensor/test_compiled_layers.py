@@ -254,3 +254,20 @@ def order_of_collectives() -> None:
 
 def test_inductor_keeps_the_order_of_collectives() -> None:
     run_ranks(2, order_of_collectives)
+
+
+def gradient_of_columns() -> None:
+    """A weight [in, out] that is a part of a wider one, whose gradient has strides of its own."""
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    comm, found = fp.Communicator(dist.group.WORLD), []
+    x, weight = torch.randn(5, 4), torch.randn(4, 7)[:, 1:4].requires_grad_()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        for fn in (fp.ops.copy_to_linear, torch.compile(fp.ops.copy_to_linear)):
+            out = fn(x, weight, None, group=comm, transposed=True)
+            found.append(torch.autograd.grad(out, weight, out.detach()))
+    torch.testing.assert_close(*found)
+
+
+def test_inductor_takes_the_gradient_of_a_part_of_a_weight() -> None:
+    run_ranks(2, gradient_of_columns)

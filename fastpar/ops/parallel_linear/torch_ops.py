@@ -61,9 +61,16 @@ def register(spec: LinearSpec) -> None:
         by_weights, by_biases = [], []
         for j, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
             is_given = grad is not None
-            by_weights.append(torch.empty_like(weight) if is_given and needs[1 + j] else given.new_empty(0))
+            by_weights.append(_dense_as(weight) if is_given and needs[1 + j] else given.new_empty(0))
             by_biases.append(given.new_empty(weight.shape[:1] if is_given and needs[1 + count + j] else 0))
         return [given.new_empty(shape if needs[0] else 0), *by_weights, *by_biases]
+
+
+def _dense_as(weight: Tensor) -> Tensor:
+    """Of its shape, columns first only where the weight is dense so (`_weight_grad` in autograd.py)."""
+    if not weight.is_contiguous() and weight.t().is_contiguous():
+        return weight.new_empty(weight.shape[::-1]).t()
+    return weight.new_empty(weight.shape)
 
 
 def _with_rows(
