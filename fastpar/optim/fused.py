@@ -30,10 +30,10 @@ from torch.optim.optimizer import Optimizer, ParamsT
 
 from fastpar.contracts import optimizer_formats as formats
 from fastpar.contracts import refuse_capture
+from fastpar.contracts.optimizer import check_group, checked_params
 from fastpar.ops.optimizer import Step, StochasticRounding
 from fastpar.optim._batches import Batch, States, StepCounts, local, local_gradients, locals_of
 from fastpar.optim._masters import Looks, drop_remainders_of_zeros, follow_all, version_of
-from fastpar.optim._parameters import check_group, checked_params
 from fastpar.optim._state_formats import blocks_of, like, values_of
 
 PARAM_DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -29,11 +29,11 @@ from torch.distributed.tensor import DTensor
 from fastpar.arguments import checked
 from fastpar.comm import Communicator
 from fastpar.contracts.newton_schulz import DTYPES, polynomials
+from fastpar.contracts.optimizer import check_group, checked_params
 from fastpar.ops.newton_schulz import newton_schulz
 from fastpar.optim._matrix_exchange import MatrixExchange
 from fastpar.optim._matrix_layout import LayoutReader, MatrixLayout
 from fastpar.optim._matrix_plan import MODES, assign, rates_of
-from fastpar.optim._parameters import check_group, checked_params
 
 if TYPE_CHECKING:
     from fastpar.comm import GroupLike

@@ -38,7 +38,7 @@ from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
-from fastpar.tensor.loaded import check_own_part
+from fastpar.tensor.dtensor_data import check_own_part
 from fastpar.tensor.split_views import watch_views
 
 ROWS_OF = "fastpar_rows_of"  # the attribute of a parameter that holds rows of a stored one: the layout of that

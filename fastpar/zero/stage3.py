@@ -56,7 +56,7 @@ from torch import Tensor, nn
 
 from fastpar.ops._autograd import in_backward
 from fastpar.optim._masters import version_of
-from fastpar.tensor.loaded import check_own_part
+from fastpar.tensor.dtensor_data import check_own_part
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import MemoryPool
 from fastpar.zero.group_reducer import GroupReducer

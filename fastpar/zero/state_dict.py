@@ -49,7 +49,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
-from fastpar.tensor.loaded import check_own_part
+from fastpar.tensor.dtensor_data import check_own_part
 from fastpar.tensor.parameter import RowMap, layout_of
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.optimizer_step import MASTER, SCALARS, KeptCounts, Stepper
