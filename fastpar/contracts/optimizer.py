@@ -1,5 +1,7 @@
-"""One step of an optimizer over many tensors: its arguments as one object, and their checks; and those of the parameters
-that an optimizer is made of."""
+"""One step of an optimizer over many tensors: its arguments as one object, and their checks.
+
+Beside them those of the parameters that an optimizer is made of.
+"""
 
 from __future__ import annotations
 
