@@ -27,6 +27,7 @@ from fastpar.comm.agree import set_on_any
 from fastpar.optim._masters import LOOK_EVERY, version_of
 from fastpar.zero.groups import local
 
+_PLAIN = frozenset((int, float, bool, type(None)))
 _CHUNK = 1 << 18  # elements, whose products with the weights are 2 MB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ODD = 0x1E3779B97F4A7C15
@@ -47,7 +48,8 @@ class ReplicaWrites:
     def __init__(self, replicas: Sequence[Replica]) -> None:
         self._replicas = [each for each in replicas if each.comms]
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
-        self._agreed, self._last = "", self._options()  # that ranks have compared, and at the last `note`
+        self._agreed: list[Any] = []  # what ranks have compared
+        self._last = self._options()  # at the last `note`
         self._is_changing, self._notes = False, 0
         self._replaced = self._is_held = False
         self.note()
@@ -79,9 +81,15 @@ class ReplicaWrites:
     def _is_written(self) -> bool:
         return self._replaced or self._is_held or [version_of(each.value) for each in self._replicas] != self._versions
 
-    def _options(self) -> str:
-        """The numbers that users set in param_groups, of all optimizers."""
-        return repr([[_options_of(each, group) for group in each.param_groups] for each in self.optimizers])
+    def _options(self) -> list[Any]:
+        """The numbers that users set in param_groups, of all optimizers: those that these have defaults for, as others
+        may be a rank's own. Three times in a step, so that plain ones are taken as they are."""
+        return [
+            value if type(value) in _PLAIN else _number(value)
+            for each in self.optimizers
+            for group in each.param_groups
+            for value in map(group.get, each.defaults)
+        ]
 
     def compare(self, comms: Sequence[Communicator]) -> None:
         """Raises RuntimeError on all ranks where options differ, or replicas of what any of `comms` has written to,
@@ -119,7 +127,7 @@ class ReplicaWrites:
 
     def _compare_options(self, comms: Sequence[Communicator]) -> None:
         options = self._options()
-        word = zlib.crc32(options.encode())
+        word = zlib.crc32(repr(options).encode())
         found = torch.tensor([word, -word], dtype=torch.int64, device="cpu")
         for comm in comms:
             comm.all_reduce(found, "max", out=found)
@@ -135,18 +143,13 @@ class ReplicaWrites:
         self._agreed = options
 
 
-def _options_of(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Any]:
-    """Those that it has defaults for, as others may be a rank's own."""
-    found = []
-    for name in optimizer.defaults:
-        value = group.get(name)
-        if isinstance(value, Tensor) and value.device.type == "cpu" and value.numel() == 1:
-            value = value.item()
-        if isinstance(value, int | float) or (
-            isinstance(value, tuple | list) and all(isinstance(x, int | float) for x in value)
-        ):
-            found.append((name, value))
-    return found
+def _number(value: Any) -> Any:
+    """A value as it is compared: None for what is no number, or lies on a device."""
+    if isinstance(value, (tuple, list)):
+        return tuple(value) if _PLAIN.issuperset(map(type, value)) else tuple(map(_number, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.device.type == "cpu" and value.numel() == 1 else None
+    return value if isinstance(value, (int, float)) else None
 
 
 @torch.no_grad()
