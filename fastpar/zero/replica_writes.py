@@ -99,6 +99,8 @@ class ReplicaWrites:
         is_all = self._replaced or self._is_held
         changed = [is_all or new != old for new, old in zip(now, self._versions, strict=True)]
         written = set_on_any(changed, comms)
+        if not any(written):  # options alone
+            return self.note()
         kinds: dict[tuple[Communicator, ...], list[int]] = {}
         for index, (each, is_written) in enumerate(zip(self._replicas, written, strict=True)):
             if is_written:

@@ -187,7 +187,8 @@ def gradients_after(mesh: fp.Mesh, passes: str, wire: Any, reduce: torch.dtype |
         zero.reduce_gradients()
     found = [p.grad.clone() for p in model.parameters() if p.grad is not None]
     zero.detach()
-    return found, len(log) - 1  # one asks whether there is anything
+    # Beside those that ask whether there is anything, and compare the options of optimizers.
+    return found, sum(each.dtype not in (torch.int32, torch.int64) for each in log)
 
 
 def gradients_of_all(passes: str, num_parts: int) -> list[Tensor]:
