@@ -130,9 +130,11 @@ def sample(names: Sequence[str], at_most: int) -> set[str]:
 
 
 def in_shard(file: Path, files: Sequence[Path], shard: str) -> bool:
-    """Whether a file is in the I-th of N parts, "I/N", of files in the order of their sizes."""
+    """Whether a file is in the I-th of N parts, "I/N", of files in the order of their sizes: dealt to and fro, as the
+    last of a round always has the largest."""
     index, count = map(int, shard.split("/"))
-    return files.index(file) % count == index - 1
+    turn, place = divmod(files.index(file), count)
+    return (place if turn % 2 == 0 else count - 1 - place) == index - 1
 
 
 @functools.cache
