@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import random
 import sys
 import zlib
@@ -44,15 +43,6 @@ class Example(NamedTuple):
     def copy(self) -> Example:
         """For one run, which may write to what it is given."""
         return Example(*tree_map_only(Tensor, lambda x: x.detach().clone(), tuple(self)))
-
-    def by_name(self, model: nn.Module) -> dict[str, Any]:
-        """By the names in the signature of the model's forward; TypeError for what it does not take."""
-        bound = inspect.signature(model.forward).bind(*self.args, **self.kwargs)
-        named = dict(bound.arguments)
-        for parameter in bound.signature.parameters.values():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                named |= named.pop(parameter.name, {})
-        return named
 
 
 @contextlib.contextmanager

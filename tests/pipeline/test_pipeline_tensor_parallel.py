@@ -251,9 +251,11 @@ def test_models_of_pictures_are_cut_by_an_example() -> None:
     whole, batch, example = Pictures(), _pictures(1, 3), _pictures(2, 2)
     with pytest.raises(ValueError, match=r"Pictures needs more than its first input, or no ids .*example_inputs"):
         partition(Pictures(), num_parts=2)
-    with pytest.raises(ValueError, match="must have 'pictures', the first input of Pictures, as a tensor"):
+    with pytest.raises(ValueError, match=r"first input of Pictures, a tensor, .* by the name 'pictures'"):
         partition(Pictures(), num_parts=2, example_inputs=(None, example["time"]))
-    stages = partition(Pictures(), layout="E,t|t*2,H", example_inputs=example).stages([0, 1])
+    with pytest.raises(ValueError, match="got Tensor and 2 further positional inputs of 1"):
+        partition(Pictures(), num_parts=2, example_inputs=(*example.values(), example["time"]))
+    stages = partition(Pictures(), layout="E,t|t*2,H", example_inputs=tuple(example.values())).stages([0, 1])
     pictures = batch.pop("pictures")
     expected, grad = whole(pictures, **batch), torch.randn(3, 4, 5)
     assert torch.equal(forward_backward(stages, (pictures,), batch, grad), expected)

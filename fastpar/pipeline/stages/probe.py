@@ -18,6 +18,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any, NamedTuple
 
 import torch
@@ -270,12 +271,15 @@ def inputs_for(
             name = type(model).__name__
             return f"the forward of {name} needs more than its first input, or no ids there: give example_inputs"
         return inputs, keywords
-    named = example.copy().by_name(model)
-    first = named.pop(convention.first, None)
-    if not isinstance(first, Tensor):
+    args, named = example.copy()
+    positional = [name for name in signature(model.forward).parameters if name not in named]
+    named |= dict(zip(positional[1:], args[1:], strict=False))  # all but the first by name, as in a step
+    first = args[0] if args else named.pop(convention.first, None)
+    if not isinstance(first, Tensor) or len(args) > len(positional):
         raise ValueError(
-            f"example_inputs must have {convention.first!r}, the first input of {type(model).__name__}, as a tensor: "
-            f"later parts of a pipeline get hidden states in its place; got {type(first).__name__}"
+            f"example_inputs must have the first input of {type(model).__name__}, a tensor, in a tuple of inputs or by "
+            f"the name {convention.first!r}: later parts of a pipeline get hidden states in its place; got "
+            f"{type(first).__name__} and {max(len(args) - 1, 0)} further positional inputs of {len(positional) - 1}"
         )
     return first, keywords | named
 
