@@ -14,6 +14,7 @@ Rows of values and states are in the parameter's own order, also where tensor pa
 see "packed rows".
 
 Every key has the name of a parameter, so that what pipeline stages save lies side by side, and any stages find theirs.
+Of copies on one rank (`Zero.copies`) the first is saved, and all are loaded from it: other layouts have no second one.
 
 Tensors are DTensors where they are sharded, so that torch.distributed.checkpoint writes every element once and reads
 those that a rank has. A tensor without dims is shown with one of size 1, since it may be sharded. Blocks of 8-bit
@@ -72,9 +73,12 @@ def collect(zero: Zero) -> dict[str, Any]:
         state["amax_history"] = histories
     trained = {id(param.optim_param) for param in zero.params}
     for param in zero.params:
+        if param.name in zero.copies:
+            continue
         state["model"][param.name] = _shown(in_order(_detached(param.optim_param), layouts.get(param.name)))
     for name, x in zero.others():
-        state["model"][name] = _shown(in_order(x, layouts.get(name)))
+        if name not in zero.copies:
+            state["model"][name] = _shown(in_order(x, layouts.get(name)))
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
         missing = [
@@ -85,6 +89,8 @@ def collect(zero: Zero) -> dict[str, Any]:
         make_states(stepper, missing)
         for optim_param in stepper.parameters():
             name = names[id(optim_param)]
+            if name in zero.copies:
+                continue
             for key, value in _saved(optimizer, optim_param).items():
                 state["optimizer"].setdefault(name, {})[key] = _shown(in_order(value, layouts.get(name)))
         without = {id(optim_param) for optim_param in missing}
@@ -93,9 +99,12 @@ def collect(zero: Zero) -> dict[str, Any]:
         for group in optimizer.param_groups:
             options = [(key, value) for key, value in group.items() if key not in ("params", "param_names")]
             for optim_param in group["params"]:
-                state["groups"][names[id(optim_param)]] = options
+                name = names[id(optim_param)]
+                if name in zero.copies:
+                    continue
+                state["groups"][name] = options
                 if id(optim_param) in trained:
-                    state["has_state"][names[id(optim_param)]] = id(optim_param) not in without
+                    state["has_state"][name] = id(optim_param) not in without
     return state
 
 
@@ -106,7 +115,9 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
         raise ValueError(f"loaded must be what Zero.state_dict() has given, has no {missing}")
     check_own_part("loaded", state["save"])
     check_mark(state["save"], zero.groups)
-    names, layouts = zero.optim_param_names(), _layouts(zero)
+    layouts = _layouts(zero)
+    saved_as = {name: zero.copies.get(name, name) for name in zero.optim_param_names().values()}
+    names = {number: saved_as[name] for number, name in zero.optim_param_names().items()}
     has_state = {name for name, is_there in state["has_state"].items() if is_there}
     for stepper in zero.steppers:
         optimizer = stepper.optimizer
@@ -124,9 +135,9 @@ def restore(zero: Zero, state: dict[str, Any]) -> None:
             for entry, value in _loaded(optimizer, optim_param, saved).items():
                 _put(optimizer.state[optim_param], entry, value)
     for param in zero.params:
-        _copy(param.optim_param, as_stored(state["model"][param.name], layouts.get(param.name)))
+        _copy(param.optim_param, as_stored(state["model"][saved_as[param.name]], layouts.get(param.name)))
     for name, x in zero.others():
-        _copy(x, as_stored(state["model"][name], layouts.get(name)))
+        _copy(x, as_stored(state["model"][saved_as.get(name, name)], layouts.get(name)))
     for storage in zero.storages:
         storage.formats.load(state.get("amax_history", {}))
     zero.clipping.skipped, zero.steps = state["skipped"], state["steps"]

@@ -72,6 +72,9 @@ class Zero:
         self.are_named = found.are_named
         self.run = new_run(groups)  # see state_dict.py
         self._names = {id(parameter): name for name, parameter in named.items()}
+        firsts = {name: getattr(parameter, "pipeline_copy_of", None) for name, parameter in named.items()}
+        # Of a pipeline's copies on this rank beyond the first: the first one's name.
+        self.copies = {name: self._names[id(first)] for name, first in firsts.items() if id(first) in self._names}
         self._order = {name: number for number, name in enumerate(named)}
         self._frozen_at_first = {name: parameter for name, parameter in named.items() if not parameter.requires_grad}
         parts = [

@@ -30,13 +30,15 @@ class Training:
     how    what `shard` is given of a pipeline: itself, its parameters, or these with names
     """
 
-    def __init__(self, mesh: fp.Mesh, how: str, seed: int, tied: bool = False, groups: int = 1) -> None:
+    def __init__(
+        self, mesh: fp.Mesh, how: str, seed: int, tied: bool = False, groups: int = 1, schedule: str = "1f1b"
+    ) -> None:
         self.mesh = mesh
         model = build_model("example", torch.float32, seed, **SMALL, tie_word_embeddings=tied)
         self.pipe: Any = None
         self.model: Any = model
         if mesh.size("pp") > 1:
-            self.pipe = fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, loss=next_token_loss)
+            self.pipe = fp.parallelize_pipeline(model, mesh, schedule, num_microbatches=2, loss=next_token_loss)
             self.model = self.pipe
         parameters = list(self.model.parameters())
         split = [parameters[i::groups] for i in range(groups)]
@@ -76,8 +78,8 @@ class Training:
         self.mesh.close()
 
 
-def save(folder: str, sizes: dict[str, int], how: str, tied: bool) -> Found:
-    training = Training(fp.init_mesh(**sizes, device="cpu"), how, 0, tied)
+def save(folder: str, sizes: dict[str, int], how: str, tied: bool, schedule: str = "1f1b") -> Found:
+    training = Training(fp.init_mesh(**sizes, device="cpu"), how, 0, tied, schedule=schedule)
     training.steps(range(3))
     dcp.save({"training": training.zero}, checkpoint_id=folder)
     found = training.values(), training.steps(range(3, 5))
@@ -85,8 +87,8 @@ def save(folder: str, sizes: dict[str, int], how: str, tied: bool) -> Found:
     return found
 
 
-def load(folder: str, sizes: dict[str, int], how: str, tied: bool) -> Found:
-    training = Training(fp.init_mesh(**sizes, device="cpu"), how, 1, tied)
+def load(folder: str, sizes: dict[str, int], how: str, tied: bool, schedule: str = "1f1b") -> Found:
+    training = Training(fp.init_mesh(**sizes, device="cpu"), how, 1, tied, schedule=schedule)
     dcp.load({"training": training.zero}, checkpoint_id=folder)
     found = training.values(), training.steps(range(3, 5))
     training.close()
@@ -118,14 +120,18 @@ def test_a_pipeline_loads_what_a_whole_model_saved(tmp_path: Path) -> None:
         assert next_losses == pytest.approx(losses, rel=1e-5)
 
 
-@pytest.mark.parametrize(("saved", "loaded"), [({"pp": 2}, {"pp": 2}), ({"pp": 2}, {}), ({}, {"pp": 2})], ids=str)
+@pytest.mark.parametrize(
+    ("saved", "loaded", "schedule"),  # of zbv one rank has both copies
+    [({"pp": 2}, {"pp": 2}, "1f1b"), ({"pp": 2}, {}, "1f1b"), ({}, {"pp": 2}, "1f1b"), ({}, {"pp": 2}, "zbv")],
+    ids=str,
+)
 def test_tied_weights_of_two_stages_load_into_one_and_the_other_way_round(
-    tmp_path: Path, saved: dict[str, int], loaded: dict[str, int]
+    tmp_path: Path, saved: dict[str, int], loaded: dict[str, int], schedule: str
 ) -> None:
     folder = str(tmp_path / "checkpoint")
-    found = run_ranks(saved.get("pp", 1), save, folder, saved, "itself", True)
+    found = run_ranks(saved.get("pp", 1), save, folder, saved, "itself", True, schedule)
     values = {name: x for each, _ in found for name, x in each.items()}
-    for after, losses in run_ranks(loaded.get("pp", 1), load, folder, loaded, "itself", True):
+    for after, losses in run_ranks(loaded.get("pp", 1), load, folder, loaded, "itself", True, schedule):
         assert all(torch.equal(x, values[name]) for name, x in after.items() if name in values)
         assert losses == pytest.approx(found[0][1], rel=1e-5)
 
@@ -141,3 +147,27 @@ def unnamed() -> None:
 
 def test_parameters_that_have_no_names_are_not_saved_from_stages() -> None:
     run_ranks(2, unnamed)
+
+
+def grouped_by_name() -> str:
+    """Weights that decay, but for embeddings: the other name of a tied one has no "embed" in it."""
+    mesh = fp.init_mesh(pp=2, device="cpu")
+    model = build_model("example", torch.float32, 0, **SMALL, tie_word_embeddings=True)
+    pipe = fp.parallelize_pipeline(model, mesh, "1f1b", num_microbatches=2, loss=next_token_loss)
+    groups = [{"params": [p], "weight_decay": 0.0 if "embed" in name else 0.5} for name, p in pipe.named_parameters()]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    zero = fp.zero.shard(pipe, optimizer, group=mesh, stage=3)
+    ids = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(0))
+    pipe.step(ids[:, :-1], target=ids[:, 1:])
+    optimizer.step()
+    with pytest.raises(RuntimeError) as error:
+        pipe.step(ids[:, :-1], target=ids[:, 1:])
+    for each in (zero, pipe, mesh):
+        each.close()
+    return str(error.value)
+
+
+def test_copies_of_a_tied_weight_in_groups_with_other_options_are_an_error_on_all_ranks() -> None:
+    for said in run_ranks(2, grouped_by_name):
+        assert "its weights differ" in said
+        assert "the same options in the optimizers' param_groups" in said

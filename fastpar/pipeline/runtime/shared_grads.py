@@ -7,12 +7,14 @@ accumulated over several steps.
 
 In one process a tied weight is one object: frozen or written to by one name, it is so by all. Here users have to do it
 on every rank that holds it, and what goes with the gradients tells the others: whether it is trained, and whether it
-was written to otherwise than before. Copies that are frozen on some ranks only are an error on all of them, and after
-unusual writes the copies are compared.
+was written to otherwise than before. Copies that are frozen on some ranks only are an error on all of them. After
+unusual writes, in the first runs and from time to time the copies are compared: optimizers may have them in groups with
+other options, where names differ, and ZeRO writes what torch does not count.
 
 So that a norm over all stages counts such a parameter once, its tensors carry the attribute `pipeline_share`: (index,
 count) where the holders are `count` ranks and this is the index'th, None for a further tensor on the same rank. So that
-a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`. What the
+a checkpoint has a tied one under one name, as the whole model has, they carry that as `pipeline_tied_name`, and further
+tensors on a rank the first one as `pipeline_copy_of`. What the
 pipeline adds to gradients beside autograd, which whoever reduces them during backward would miss, is marked by
 `pipeline_adds_grad`.
 """
@@ -34,6 +36,14 @@ from fastpar.comm import PointToPoint
 from fastpar.ops._autograd import own_grad, set_own_grad
 from fastpar.pipeline.schedules.schedule import Schedule
 from fastpar.pipeline.stages.stage import Stage, registered
+
+_EVERY = 64  # runs between two comparisons of weights, after the first ones
+_FIRST = 3
+_CHUNK = 1 << 20  # elements of a fingerprint that are float64 at a time
+_MUST_BE_ALIKE = (
+    "what is written to one has to be written to all of them, and all must have the same options in the optimizers' "
+    "param_groups: names of tied weights differ from rank to rank, and a second copy on one ends in @part"
+)
 
 
 @dataclass(frozen=True)
@@ -107,6 +117,9 @@ class SharedGrads:
                 share = (parameter.ranks.index(rank), len(parameter.ranks)) if i == 0 else None
                 own.pipeline_share = share  # type: ignore[attr-defined]
                 own.pipeline_adds_grad = True  # type: ignore[attr-defined]
+                if i > 0:
+                    own.pipeline_copy_of = parameter.own[0]  # type: ignore[attr-defined]
+        self._runs = 0
         self._before: dict[nn.Parameter, Tensor | None] = {}
         self._ready: set[int] = set()  # parts whose backward has ended
         self._sent: set[tuple[int, ...]] = set()  # groups whose contributions are on their way
@@ -151,6 +164,8 @@ class SharedGrads:
         for ranks, group in self._groups.items():
             if ranks not in self._sent:
                 self._send_own(ranks, group)
+        is_due = self._runs > 0 and (self._runs < _FIRST or self._runs % _EVERY == 0)
+        self._runs += 1
         to_compare = []
         for ranks, group in self._groups.items():
             own = [_contribution(shared) for shared in group], self._states(group)
@@ -166,8 +181,8 @@ class SharedGrads:
                         f"{shared.name} is shared by ranks {ranks}, and frozen in some of the places that hold it: "
                         "set requires_grad of every one, on all of these ranks"
                     )
-            if any(_State.IS_WRITTEN in state for state in said):
-                self._check_equal(ranks, group, "what is written to one has to be written to all of them")
+            if is_due or any(_State.IS_WRITTEN in state for state in said):
+                self._check_equal(ranks, group, _MUST_BE_ALIKE)
         for state in (self._before, self._ready, self._sent):
             state.clear()
 
@@ -227,9 +242,12 @@ def _fingerprint(own: Sequence[nn.Parameter]) -> Tensor:
     tensors here differ."""
     sums = []
     for parameter in own:
-        values = _local(parameter).detach().double().flatten()
-        places = torch.arange(1, values.numel() + 1, device=values.device)
-        sums.append(torch.stack([values.sum(), (values * places).sum()]).cpu().view(torch.int64))  # NaN is like itself
+        total = torch.zeros(2, dtype=torch.float64, device=parameter.device)
+        for index, chunk in enumerate(_local(parameter).detach().flatten().split(_CHUNK)):
+            values, first = chunk.double(), 1 + index * _CHUNK
+            places = torch.arange(first, first + len(values), dtype=torch.float64, device=values.device)
+            total += torch.stack([values.sum(), (values * places).sum()])
+        sums.append(total.cpu().view(torch.int64))  # NaN is like itself
     differ = torch.tensor([any(not torch.equal(each, sums[0]) for each in sums[1:])], dtype=torch.int64, device="cpu")
     return torch.cat([sums[0], differ])
 
