@@ -39,9 +39,9 @@ def _twins(
     name = launch.__name__
 
     def blocking(self: Communicator, *args: P.args, **kwargs: P.kwargs) -> T:
-        fast = self._selector.fast_path
-        # Dynamo would break the graph at what the fast path asks of tensors.
-        if is_fast and fast is not None and not torch.compiler.is_dynamo_compiling():
+        # Dynamo would break the graph at what the fast path asks of tensors, and compile again once there is one.
+        fast = None if torch.compiler.is_dynamo_compiling() else self._selector.fast_path
+        if is_fast and fast is not None:
             result: T | None = getattr(fast, name)(*args, **kwargs)
             if result is not None:
                 return result

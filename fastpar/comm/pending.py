@@ -31,9 +31,10 @@ class LaunchLog:
         self.launched = 0
 
     def count(self) -> int:
-        """The sequence number of the next collective."""
-        if not torch.compiler.is_compiling():  # Dynamo wants no side effects in a backward, and traces once
-            self.launched += 1
+        """The sequence number of the next collective; 0 in a graph, which is traced once and launches many times."""
+        if torch.compiler.is_compiling():  # a graph that has read the number is compiled again whenever it changes
+            return 0
+        self.launched += 1
         return self.launched - 1
 
     def describe(self, op: str, sequence: int, shape: torch.Size | None, dtype: torch.dtype) -> str:

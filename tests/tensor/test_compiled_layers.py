@@ -256,6 +256,22 @@ def test_inductor_keeps_the_order_of_collectives() -> None:
     run_ranks(2, order_of_collectives)
 
 
+def graphs_between_launches() -> int:
+    warnings.simplefilter("ignore")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    comm, x = fp.Communicator(dist.group.WORLD), torch.ones(3, requires_grad=True)
+    call = torch.compile(fp.comm.copy_to, backend="aot_eager", fullgraph=True)
+    for _ in range(3):
+        comm.all_reduce_async(torch.ones(2)).wait()  # outside of the graph, and counted
+        call(x, comm).sum().backward()
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def test_a_graph_with_collectives_is_compiled_once_whatever_is_launched_outside() -> None:
+    assert run_ranks(2, graphs_between_launches) == [1, 1]
+
+
 def gradient_of_columns() -> None:
     """A weight [in, out] that is a part of a wider one, whose gradient has strides of its own."""
     warnings.simplefilter("ignore")

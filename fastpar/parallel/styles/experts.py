@@ -221,6 +221,8 @@ class ParallelExperts(ParallelModule):
     _sum_grad: bool
 
     def _run(self, x: Tensor, indices: Tensor, weights: Tensor, **options: Any) -> Tensor:
+        if torch.compiler.is_compiling():  # the dispatch ends the graph; functions down to it would be compiled, too
+            return cast(Tensor, torch.compiler.disable(self._run)(x, indices, weights, **options))
         spread = ExpertSpread(self._expert_group.comm, self._same_tokens, self._sharing, self._grad_scale)
         return run_experts(self, x, indices, weights, spread, **options)
 
