@@ -40,6 +40,7 @@ from fastpar.parallel.styles import (
     RowwiseStyle,
     StreamStyle,
     Style,
+    WholeStyle,
 )
 from fastpar.parallel.styles.linear import splits_features
 from fastpar.parallel.trial import (
@@ -75,7 +76,9 @@ def proven_plan(
     styles, unknown = first_plan(model, modules, sequence_parallel=sequence_parallel)
     if unknown is not None and (is_part or not styles):
         raise unknown
-    if is_part or size == 1:
+    if size == 1:
+        return _those_that_fit(modules, styles)
+    if is_part:
         return dict(styles.items())
     layers = [path for path, style in styles.items() if isinstance(style, StreamStyle)]
     try:
@@ -94,6 +97,21 @@ def proven_plan(
             styles = {name: style for name, style in styles.items() if not name.startswith(f"{path}.")}
             styles |= {f"{path}.{name}": style for name, style in found.items()}
     return dict(styles.items())
+
+
+def _those_that_fit(modules: Mapping[str, nn.Module], styles: Mapping[str, Style]) -> dict[str, str | Style]:
+    """Untried styles, for one rank, which splits nothing: a block whose weights are not as they say is left whole."""
+    found: dict[str, str | Style] = dict(styles.items())
+    for path, style in styles.items():
+        if not isinstance(style, BlockStyle) or isinstance(modules[path], Absent):
+            continue
+        inside = {name[len(path) + 1 :]: s for name, s in styles.items() if name.startswith(f"{path}.")}
+        try:
+            block_splits(modules[path], {"": style, **inside}, 1, path)
+        except ValueError as error:
+            found = {name: s for name, s in found.items() if not name.startswith(f"{path}.")}
+            found[path] = WholeStyle(note=f"left whole: {error}", is_fallback=True)
+    return found
 
 
 def _run_of(example: Example | None) -> str:

@@ -471,6 +471,28 @@ def test_words_and_patterns_of_a_declared_plan_that_say_nothing_are_passed_over(
         fp.parallelize(model, None, {"stack.*.parts.part0.a": "no_such_word"})
 
 
+class Halves:
+    base_model_tp_plan: ClassVar = {"stack.*.parts.part0.a": "packed_colwise", "stack.*.parts.part0.b": "rowwise"}
+
+
+class OddMLP(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(HIDDEN, 21)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, last = self.a(x).split((10, 10, 1), -1)
+        return self.b(torch.tanh(gate) * up + last)
+
+
+def test_on_one_rank_a_block_that_is_not_as_its_plan_says_is_left_whole() -> None:
+    model = Model(OddMLP)
+    model.config = Halves()  # type: ignore[assignment]
+    fp.parallelize(model, None)
+    assert {row["style"] for row in fp.explain(model).rows if row["module"].endswith("part0")} == {"whole"}
+    assert "a: 21 output features do not form 2 equal sections" in str(fp.explain(model))
+
+
 def test_a_model_that_cannot_be_run_and_is_not_known_is_refused() -> None:
     class Broken(Model):
         def forward(self, ids: Tensor) -> Tensor:
