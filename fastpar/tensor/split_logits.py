@@ -62,6 +62,8 @@ class SplitLogits(DTensor):
     """
 
     _comm: Communicator
+    # Of a forward that is looked at: what compares between the ranks the gradient and the targets of its logits
+    _watch: Any = None
 
     @staticmethod
     def of(local: Tensor, mesh: DeviceMesh, vocab_size: int, comm: Communicator) -> SplitLogits:
@@ -95,13 +97,13 @@ class SplitLogits(DTensor):
         if is_overload or _is_question(func, name):
             with torch._C.DisableTorchFunctionSubclass():
                 out = func(*args, **kwargs)
-            return out if is_overload or not isinstance(first, SplitLogits) else _marked(out, first._comm)
+            return out if is_overload or not isinstance(first, SplitLogits) else _marked(out, first._comm, first._watch)
         if isinstance(first, SplitLogits) and not any(map(_has_tensors, (*args[1:], *kwargs.values()))):
             # Not what an index chooses: DTensor has no rule for it
             if name in _ELEMENTWISE or (_is_in_place(name) and name != "__setitem__"):
                 with torch._C.DisableTorchFunctionSubclass():
                     out = func(*args, **kwargs)
-                return _marks_gradients(_marked(out, first._comm), first._comm)
+                return _marks_gradients(_marked(out, first._comm, first._watch), first._comm)
             if name in _SHAPES:
                 kept = _reshaped(func, args, kwargs)
                 if kept is not None:
@@ -113,7 +115,7 @@ class SplitLogits(DTensor):
         # autograd's, of what a custom function returns as it got it: hooks on a module's backward
         if name == "view_as" and args[1:] and args[1] is first:
             with torch._C.DisableTorchFunctionSubclass():
-                return _marked(func(*args), first._comm)
+                return _marked(func(*args), first._comm, first._watch)
         if _is_in_place(name) and isinstance(first, SplitLogits):
             what = "an index (logits[..., ids] = value)" if name == "__setitem__" else f"{name} with a tensor"
             raise TypeError(
@@ -144,11 +146,11 @@ def _has_tensors(value: Any) -> bool:
     return tree_any(lambda leaf: isinstance(leaf, Tensor), value)
 
 
-def _marked(x: Any, comm: Communicator) -> Any:
+def _marked(x: Any, comm: Communicator, watch: Any = None) -> Any:
     if type(x) is DTensor and x.placements == (Shard(x.dim() - 1),):
         cast(Any, x).__class__ = SplitLogits
     if isinstance(x, SplitLogits):
-        x._comm = comm
+        x._comm, x._watch = comm, watch
     return x
 
 
@@ -175,7 +177,7 @@ def _reshaped(func: Any, args: Any, kwargs: Any) -> SplitLogits | None:
             out = func(*args, **kwargs)
     except (RuntimeError, NotImplementedError, TypeError):  # whatever DTensor's rules do not have
         return None
-    out = _marks_gradients(_marked(out, source._comm), source._comm)
+    out = _marks_gradients(_marked(out, source._comm, source._watch), source._comm)
     return out if isinstance(out, SplitLogits) and out.shape == wanted.shape else None
 
 
@@ -194,6 +196,8 @@ def _cross_entropy(input: Any = None, target: Any = None, weight: Any = None, *r
     if rest or not options.keys() <= known or not is_rows or target.dtype != torch.int64 or _is_split(target, weight):
         return None
     loss = vocab_parallel_cross_entropy(input, target, weight=weight, **options)
+    if input._watch is not None:
+        input._watch.watch_targets(loss, target)
     if options.get("reduction", "mean") == "mean":  # torch's mean over no target is NaN
         counts = (target != options.get("ignore_index", -100)).any()
         loss = torch.where(counts, loss, torch.full_like(loss, torch.nan))
@@ -208,4 +212,7 @@ def _whole(x: SplitLogits) -> Tensor:
     """All logits as a plain tensor; differentiable, each rank's gradient is that of its columns."""
     with torch._C.DisableTorchFunctionSubclass():
         local = x.to_local()
-    return gather_from(local, x._comm, dim=-1, sizes=shard_sizes(x.size(-1), x._comm.size))
+    whole = gather_from(local, x._comm, dim=-1, sizes=shard_sizes(x.size(-1), x._comm.size))
+    if x._watch is not None:
+        x._watch.watch_logits(whole)
+    return whole

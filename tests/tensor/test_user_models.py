@@ -694,6 +694,26 @@ def test_whatever_is_done_with_split_logits_gives_the_numbers_of_one_process() -
     run_ranks(2, _readings)
 
 
+def _other_losses() -> None:
+    rank = dist.get_rank()
+
+    def drawn(logits: Any) -> Tensor:
+        torch.manual_seed(rank)
+        return -torch.distributions.Categorical(logits=logits).log_prob(torch.randint(VOCAB, logits.shape[:-1])).mean()
+
+    def labelled(logits: Any) -> Tensor:
+        return F.cross_entropy(logits.view(-1, VOCAB), ids().roll(rank, 1).view(-1))
+
+    for loss, is_gathered in ((drawn, False), (labelled, False), (drawn, True)):
+        model: Any = fp.parallelize(Model(), dist.group.WORLD, BLOCKS | ENDS, gather_logits=is_gathered)
+        with pytest.raises(RuntimeError, match=r"different losses of the model's logits.*seed ranks alike"):
+            loss(model(ids())).backward()
+
+
+def test_losses_that_ranks_make_of_other_labels_or_draws_are_an_error() -> None:
+    run_ranks(2, _other_losses)
+
+
 def _read_gradients(model: Any) -> tuple[list[float], list[Tensor]]:
     """What hooks around a head read of its output's gradient, which they double, and the gradients of a step."""
     read: list[float] = []

@@ -3,6 +3,10 @@
 A module that the plan leaves whole does the same work on all ranks, and its gradients need no sum. If it does a part of
 the work after all - it stands between a column- and a row-parallel layer, and sees this rank's features - each rank has
 a part of its gradient: the copies would drift apart, a little every step, and none would be right.
+
+Nor may the losses differ that ranks make of the logits of a split head. Each rank takes the gradient of its own
+columns: of other labels, or of tokens that every rank has drawn for itself, comes a gradient that is the same on all
+ranks, and of no loss.
 """
 
 from __future__ import annotations
@@ -14,22 +18,24 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
+from fastpar.parallel.guards.agreement import checksum
 from fastpar.tensor.parameter import layout_of, local_tensor
 
+_LOSS = ""  # in the place of a parameter's name
 _FAR = 1e-2  # of the gradient's norm: sums in another order are far nearer, parts of a sum are not
 
 
 class GradientGuard:
     """Compares, in the backward of one forward, the gradients of parameters that are whole on every rank.
 
-    One collective at the end of backward, of two numbers a parameter.
+    One collective at the end of backward, of three numbers a parameter, and three of the logits' gradient and targets.
     """
 
     def __init__(self, comm: Communicator):
         self.comm = comm
         self._handles: list[Any] = []
         self._found: dict[str, Tensor] = {}
-        self._names: list[str] = []
+        self._names = [_LOSS]
         self._is_queued = False
 
     def start(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -50,16 +56,30 @@ class GradientGuard:
         """No longer watch."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._found, self._names, self._is_queued = [], {}, [], False
+        self._handles, self._found, self._names, self._is_queued = [], {}, [_LOSS], False
+
+    def watch_logits(self, whole: Tensor) -> None:
+        """Compare the gradient of all logits, which are a plain tensor."""
+        if whole.requires_grad:
+            self._handles.append(whole.register_hook(lambda grad: self._note(_LOSS, _features_of_rows(grad))))
+
+    def watch_targets(self, loss: Tensor, targets: Tensor) -> None:
+        """Compare the targets (integers) of a loss that has been made of split logits."""
+        if loss.requires_grad:
+            words = checksum(targets * torch.arange(1, targets.numel() + 1, device=targets.device))
+            features = torch.stack([words, torch.zeros_like(words), torch.ones_like(words)]).double()
+            self._handles.append(loss.register_hook(lambda _: self._note(_LOSS, features)))
 
     def _noting(self, name: str) -> Any:
-        def hook(grad: Tensor) -> None:
-            self._found[name] = _features(local_tensor(grad.detach()))
-            if not self._is_queued:
-                self._is_queued = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._compare)
+        return lambda grad: self._note(name, _features(local_tensor(grad.detach())))
 
-        return hook
+    def _note(self, name: str, features: Tensor) -> None:
+        if name == _LOSS:  # of all that is made of the logits
+            features = features.cpu() + self._found.get(name, 0)
+        self._found[name] = features
+        if not self._is_queued:
+            self._is_queued = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._compare)
 
     @torch.no_grad()
     def _compare(self) -> None:
@@ -74,6 +94,13 @@ class GradientGuard:
         if not apart.any():
             return
         self.stop()
+        if apart[:, 0].any():
+            raise RuntimeError(
+                "the ranks of this tensor-parallel group compute different losses of the model's logits, of which each "
+                "has the gradient of its own columns: their labels differ, or what they have drawn for the loss "
+                "(sampled tokens, noise, masks). Read labels by mesh.rank('dp'), and seed ranks alike: "
+                "torch.manual_seed(seed + mesh.rank('dp')), not by the global rank"
+            )
         wrong = [name for name, differs in zip(names, apart.any(0).tolist(), strict=True) if differs]
         raise RuntimeError(
             f"the gradient of {', '.join(wrong[:4])}{', ...' if len(wrong) > 4 else ''} differs between the ranks of "
@@ -88,3 +115,11 @@ def _features(grad: Tensor) -> Tensor:
     flat = grad.reshape(-1).double()
     signs = torch.arange(flat.numel(), device=flat.device).bitwise_and(1).double().mul_(2).sub_(1)
     return torch.stack([flat.sum(), (flat * signs).sum(), flat.norm()])
+
+
+def _features_of_rows(grad: Tensor) -> Tensor:
+    """As `_features`, of a gradient that may be too large for copies."""
+    weights = torch.arange(grad.size(-1), device=grad.device).cos().to(grad.dtype)
+    features = _features(grad.detach() @ weights)
+    features[2] = torch.linalg.vector_norm(grad.detach())
+    return features

@@ -27,6 +27,8 @@ from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.sequence import SequenceRegion
+from fastpar.tensor.split_logits import SplitLogits
+from fastpar.tensor.vocab import VocabParallelHead
 
 FIRST, EVERY = 2, 256
 _log = logging.getLogger("fastpar")
@@ -163,11 +165,23 @@ class Watch:
             return
         self._end.remove()
         self._end = None
+        if torch.is_grad_enabled() and not self.plan.is_part:
+            self._watch_logits(model, output)
         self.eager.leave(output)
         with _disable_current_modes():
             self.draws.check()
             self.positions.check()
             self.stream.after(model, output)
+
+    def _watch_logits(self, model: nn.Module, output: Any) -> None:
+        """Whatever is made of a head's logits, split or gathered, has to be the same loss on all ranks."""
+        heads = [m for m in model.modules() if isinstance(m, VocabParallelHead) and m.gather_output]
+        sizes = {head.out_features for head in heads}
+        for x in tree_leaves(output):
+            if isinstance(x, SplitLogits):
+                x._watch = self.gradients
+            elif isinstance(x, torch.Tensor) and x.dim() and x.size(-1) in sizes:
+                self.gradients.watch_logits(x)
 
 
 _SPLIT_STREAM = (
