@@ -247,6 +247,11 @@ def clip_grad_norm_(
     Raises ValueError for partial gradients (`Partial` placements), which have no norm before they are summed, and for
     other norm types.
     """
+    if torch.compiler.is_compiling():  # in a graph the gradients of data parallelism could not be looked at
+        return cast(Tensor, torch.compiler.disable(clip_grad_norm_)(
+            params_or_optimizer, max_norm, mesh=mesh, groups=groups, error_if_nonfinite=error_if_nonfinite,
+            norm_type=norm_type,
+        ))  # fmt: skip
     if math.isnan(max_norm) or max_norm < 0:
         raise ValueError(f"max_norm must be at least 0, got {max_norm}")
     if isinstance(params_or_optimizer, torch.optim.Optimizer):

@@ -112,6 +112,9 @@ class ZeroGrad:
         self._before = vars(owner).get("zero_grad")
 
     def __call__(self, set_to_none: bool = True) -> None:
+        uncompiled(self._call, set_to_none)
+
+    def _call(self, set_to_none: bool) -> None:
         owner = self._owner()
         if owner is None:
             return
@@ -245,6 +248,12 @@ def is_under_compiler() -> bool:
     return torch.compiler.is_compiling() or torch._C._dynamo.eval_frame.get_eval_frame_callback() is not None
 
 
+def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
+    """`call(*args)`, of which torch.compile compiles nothing where it is called, as by a backward pass, from a function
+    that is compiled."""
+    return (torch.compiler.disable(call) if is_under_compiler() else call)(*args)
+
+
 def refuse_to_pickle() -> NoReturn:
     """For what a model in stage 3 has: of which this rank's file would have no more than its own part."""
     raise TypeError(
@@ -373,10 +382,10 @@ class ForwardCall:
         return is_any
 
     def _began(self, _: Any) -> None:
-        self._begin(self)
+        uncompiled(self._begin, self)
 
     def _ended(self, _: Any) -> None:
-        self._end(self)
+        uncompiled(self._end, self)
 
 
 class Frame(NamedTuple):

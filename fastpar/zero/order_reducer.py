@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from fastpar.comm.ranges import annotate
 from fastpar.comm.wire_formats import Wire
 from fastpar.zero.buckets import AllReduceBucket, Bucket, BucketKind, ReduceScatterBucket
 from fastpar.zero.groups import Groups, as_dtensor, local
+from fastpar.zero.hooks import uncompiled
 from fastpar.zero.reducer import GradReducer
 from fastpar.zero.sharded_param import ShardedParam
 
@@ -86,7 +88,7 @@ class OrderReducer(GradReducer):
             def begins(_: Tensor) -> None:
                 reducer = itself()
                 if reducer is not None:
-                    reducer.begin_pass()
+                    uncompiled(reducer.begin_pass)
 
             for x in tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -224,7 +226,7 @@ class OrderReducer(GradReducer):
         def came(_: Tensor) -> None:
             reducer = itself()
             if reducer is not None:
-                reducer._came(index)
+                uncompiled(reducer._came, index)
 
         return self.params[index].parameter.register_post_accumulate_grad_hook(came)
 
@@ -236,7 +238,7 @@ class OrderReducer(GradReducer):
             self._began()
             if self._will_reduce():
                 self._begin_reduction()
-            torch.autograd.Variable._execution_engine.queue_callback(self._end)
+            torch.autograd.Variable._execution_engine.queue_callback(partial(uncompiled, self._end))
         self._take_hooked()
         # Hooks that users have put behind this one are to see the gradient, so it is taken when they have run.
         hooks: Any = self.params[index].parameter._post_accumulate_grad_hooks

@@ -73,6 +73,7 @@ from fastpar.zero.hooks import (
     containers,
     refuse_to_pickle,
     results_in,
+    uncompiled,
 )
 from fastpar.zero.offload.shard_store import ShardStore, use_files
 from fastpar.zero.options import ShardOptions
@@ -512,7 +513,7 @@ class Stage3:
                 self.reducer.hide()  # what a pass before this one, of the same forward, has left to be shown
             self._open.add(number)
             engine: Any = torch.autograd.Variable._execution_engine
-            engine.queue_callback(partial(self._leave_backward, number, torch.is_grad_enabled()))
+            engine.queue_callback(partial(uncompiled, self._leave_backward, number, torch.is_grad_enabled()))
 
     def _leave_backward(self, number: int, makes_graph: bool) -> None:
         """A backward pass has ended; it may be one within another (reentrant checkpoints)."""
@@ -561,7 +562,7 @@ class Stage3:
         def came(index: int, gradient: Tensor) -> None:
             stage3 = itself()
             if stage3 is not None:
-                stage3._came(stage3.params[index], gradient)
+                uncompiled(stage3._came, stage3.params[index], gradient)
 
         self._came_hook = came
         for index in range(len(self.params)):
