@@ -29,7 +29,6 @@ from fastpar.pretrained.adapters import ClosedMerge, has_adapters, is_adapted_mo
 from fastpar.pretrained.conversions import Convert, saved_form
 from fastpar.pretrained.folder import FILE, INDEX
 from fastpar.pretrained.tensor_files import TensorEntry, TensorFileWriter
-from fastpar.tensor.parameter import ParallelModule, ParameterLayout, layout_of
 
 _FILE_BYTES = 5_000_000_000
 _PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
@@ -161,13 +160,12 @@ def _files_of(saved: Mapping[str, Tensor], max_file_bytes: int) -> dict[str, lis
 class _Value:
     """A tensor of the model, gathered when it is called."""
 
-    def __init__(self, stored: Tensor, packed: ParameterLayout | None):
-        self.stored, self.packed = stored.detach(), packed
+    def __init__(self, stored: Tensor):
+        self.stored = stored.detach()
         self.shape, self.dtype = stored.shape, stored.dtype
 
     def __call__(self) -> Tensor:
-        full = self.stored.full_tensor() if isinstance(self.stored, DTensor) else self.stored
-        return full if self.packed is None else self.packed.in_order(full)
+        return self.stored.full_tensor() if isinstance(self.stored, DTensor) else self.stored
 
 
 def _values(model: Any, *, tied: bool = False) -> dict[str, _Value]:
@@ -184,19 +182,7 @@ def _values(model: Any, *, tied: bool = False) -> dict[str, _Value]:
             spare = other if isinstance(spares, Mapping) and other in spares else name
             names[id(parameter)] = name if spare == other else other
             del state[spare]
-    packed = _in_rank_order(model)
-    return {name: _Value(x, packed.get(name)) for name, x in state.items()}
-
-
-def _in_rank_order(model: nn.Module) -> dict[str, ParameterLayout]:
-    """Packed parameters that `state_dict` shows as ranks hold them: those that ZeRO's stage 3 has sharded further."""
-    return {
-        f"{path}.{name}" if path else name: layout
-        for path, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, ParallelModule)
-        for name, layout in module._layouts.items()
-        if layout.kind == "packed" and isinstance(p := module._parameters.get(name), DTensor) and layout_of(p) is None
-    }
+    return {name: _Value(x) for name, x in state.items()}
 
 
 def _save_config(model: Any, folder: Path) -> None:

@@ -39,6 +39,7 @@ from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
 from fastpar.tensor.dtensor_data import check_own_part
+from fastpar.tensor.row_order import as_stored, in_order, is_packed
 from fastpar.tensor.split_views import watch_views
 
 ROWS_OF = "fastpar_rows_of"  # the attribute of a parameter that holds rows of a stored one: the layout of that
@@ -340,8 +341,8 @@ def full_parameter(param: Tensor, value: Tensor | None = None) -> Tensor:
     ZeRO both may be rows of what tensor parallelism has split: a collective of all ranks that have some.
     """
     value = param.detach() if value is None else value
-    layout = layout_of(param) or getattr(param, ROWS_OF, None)
-    if layout is not None and isinstance(value, DTensor) and len(value.placements) > len(layout.placements):
+    layout = _layout_of_rows(param)
+    if layout is not None and isinstance(value, DTensor) and _is_rows_of(value, layout):
         return layout.in_order(value.full_tensor())
     if layout is not None:
         return layout.full(local_tensor(value))
@@ -453,28 +454,44 @@ def install_state_dict_hooks(module: nn.Module) -> list[Any]:
     ]
 
 
+def _layout_of_rows(param: Tensor | None) -> ParameterLayout | None:
+    """The layout of a parameter, or of that which it has rows of, as under ZeRO's stage 3."""
+    return None if param is None else layout_of(param) or getattr(param, ROWS_OF, None)
+
+
+def _is_rows_of(value: Tensor, layout: ParameterLayout) -> bool:
+    """Whether data parallelism has cut what tensor parallelism stores."""
+    return isinstance(value, DTensor) and len(value.placements) > len(layout.placements)
+
+
 def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
     for name, param in module._parameters.items():
-        layout = layout_of(param) if param is not None else None
-        if layout is None or layout.kind != "packed" or prefix + name not in state:
+        layout = _layout_of_rows(param)
+        value = state.get(prefix + name)
+        if layout is None or value is None or not is_packed(layout):
+            continue
+        if _is_rows_of(value, layout):
+            state[prefix + name] = in_order(value, layout)
             continue
         canonical = layout.canonical()
-        full = layout.full(local_tensor(state[prefix + name]))
+        full = layout.full(local_tensor(value))
         state[prefix + name] = canonical.as_dtensor(canonical.local(full).contiguous())
 
 
 def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     for name, param in module._parameters.items():
-        layout = layout_of(param) if param is not None else None
+        layout = _layout_of_rows(param)
         value = state.get(prefix + name)
         if layout is None or value is None:
             continue
         if isinstance(value, DTensor):
             check_own_part(prefix + name, value)
-            if layout.kind == "packed":
+            if _is_rows_of(value, layout):
+                state[prefix + name] = as_stored(value, layout)
+            elif layout.kind == "packed":
                 full = layout.canonical().full(value._local_tensor)
                 state[prefix + name] = layout.as_dtensor(layout.local(full))
-        elif value.shape == layout.shape:
+        elif value.shape == layout.shape and not _is_rows_of(cast(Tensor, param), layout):
             state[prefix + name] = layout.as_dtensor(layout.local(value))
         if metadata.get("assign_to_params_buffers", False):
             state[prefix + name] = _assigned(cast(nn.Parameter, param), state[prefix + name], layout)

@@ -53,6 +53,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from fastpar.ops._autograd import in_backward
 from fastpar.optim._masters import version_of
@@ -591,12 +592,21 @@ class Stage3:
         self.reshard()
         self.load()
 
-    def _be_writable(self, _: nn.Module, loaded: Mapping[str, Any], *__: Any) -> None:
+    def _be_writable(self, _: nn.Module, loaded: dict[str, Any], prefix: str, metadata: Any, *__: Any) -> None:
         for name, value in loaded.items():
             check_own_part(name, value)
         self.release()
         self.released()
         self.load()
+        if metadata.get("assign_to_params_buffers", False):
+            return
+        for name, parameter in self.model.named_parameters(prefix.removesuffix("."), remove_duplicate=False):
+            value = loaded.get(name)
+            if not isinstance(parameter, DTensor) or not isinstance(value, Tensor) or isinstance(value, DTensor):
+                continue
+            if value.shape == parameter.shape:  # a whole tensor, which every rank has
+                mesh, placements = parameter.device_mesh, parameter.placements
+                loaded[name] = distribute_tensor(value.detach(), mesh, placements, src_data_rank=None)
 
     def _within(self, module: nn.Module) -> list[nn.Module]:
         """The module and those within, which may put results into attributes."""

@@ -29,11 +29,8 @@ Note: files of two saves. Every rank writes its rows of `save`, all alike. Whoev
 file of every rank that saved, and all must be equal. A file has no other mark that says when it was written: two saves
 of one layout differ in nothing but their values.
 
-Note: packed rows. Packed shards of a fused weight (see "row maps" in `fastpar.tensor.parameter`) are a DTensor whose
-rows lie rank by rank: another layout would take rows of gate for rows of up. They are put in order on the way to a
-checkpoint (`in_order`), and back on the way from it (`as_stored`), with what the optimizer has for them. A cut along
-another dim than the first, which nobody but these ranks has shards along, takes an all-gather among them; along the
-first, which ZeRO cuts as well, one tensor at a time is whole on every rank.
+Note: packed rows. Those of fused weights are put in order on the way to a checkpoint, and back on the way from it, with
+what the optimizer has for them: see `fastpar.tensor.row_order`.
 """
 
 from __future__ import annotations
@@ -51,7 +48,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from fastpar.comm import Communicator, shard_range
 from fastpar.tensor.dtensor_data import check_own_part
-from fastpar.tensor.parameter import RowMap, layout_of
+from fastpar.tensor.parameter import layout_of
+from fastpar.tensor.row_order import as_stored, in_order, is_packed
 from fastpar.zero.groups import Groups, as_dtensor, local
 from fastpar.zero.optimizer_step import MASTER, SCALARS, KeptCounts, Stepper
 from fastpar.zero.sharded_param import ShardedParam
@@ -333,49 +331,3 @@ def check_mark(mark: Tensor, groups: Groups) -> None:
 
 def _comms(groups: Groups) -> list[Communicator]:
     return [*groups.everyone(), *groups.others()]
-
-
-# ---- the order of rows
-
-
-def is_packed(layout: Any) -> bool:
-    """Whether shards of a parameter are not runs of its rows; None: it has no layout of tensor parallelism."""
-    return layout is not None and layout.kind == "packed"
-
-
-def in_order(x: Any, layout: Any) -> Any:
-    """A DTensor of the parameter's shape as checkpoints have it, new where the layout is packed. Collective then."""
-    return _moved(x, layout, to_order=True)
-
-
-def as_stored(x: Any, layout: Any) -> Any:
-    """The reverse of `in_order`."""
-    return _moved(x, layout, to_order=False)
-
-
-def _moved(x: Any, layout: Any, *, to_order: bool) -> Any:
-    if not is_packed(layout) or not isinstance(x, DTensor) or x.shape != layout.shape:
-        return x
-    dims = [dim for _, dim, _ in layout.shards]
-    packed = [shard for shard in layout.shards if shard[2].kind == "packed"]
-    if all(dim > 0 and dims.count(dim) == 1 for _, dim, _ in packed):
-        rows = local(x)
-        for shard in packed:
-            rows = _moved_among(rows, *shard, to_order=to_order)
-        return as_dtensor(rows, x._spec)
-    whole = x.full_tensor()
-    for dim in range(whole.dim()):
-        order = layout.order(dim).to(whole.device)
-        whole = torch.empty_like(whole).index_copy_(dim, order, whole) if to_order else whole.index_select(dim, order)
-    made = distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None)
-    return as_dtensor(local(made).clone(memory_format=torch.contiguous_format), x._spec)
-
-
-def _moved_among(mine: Tensor, comm: Communicator, dim: int, rows: RowMap, *, to_order: bool) -> Tensor:
-    sizes = [rows.size(rank) for rank in range(comm.size)]
-    gathered = comm.all_gather(mine.contiguous(), dim=dim, sizes=sizes)
-    if not to_order:
-        taken = rows.take(gathered, dim, comm.rank)
-    else:  # runs of equal sizes, as packed shards have
-        taken = rows.assemble(gathered.split(sizes, dim), dim).chunk(comm.size, dim)[comm.rank]
-    return taken.clone(memory_format=torch.contiguous_format)

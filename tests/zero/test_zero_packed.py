@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 
 import fastpar as fp
 from fastpar.comm import Communicator
@@ -155,3 +156,38 @@ def _whole_parameters(stage: int) -> None:
 def test_whole_parameters_have_their_own_order(stage: int) -> None:
     """So have gradients and moments, of which a rank has rows."""
     run_ranks(4, _whole_parameters, stage)
+
+
+def _model_states() -> None:
+    """Of a model in stage 3: torch's getter and setter, and what one process has by the model's own method."""
+    mesh = fp.init_mesh(dp_shard=2, tp=2, device="cpu")
+    plain: Any = build_model("gpt2", torch.float32)
+    model: Any = fp.parallelize(build_model("gpt2", torch.float32), mesh)
+    zero = fp.zero.shard(model, OPTIMIZERS["adamw"](model.parameters()), group=mesh, stage=3)
+    options = StateDictOptions(full_state_dict=True)
+
+    def check() -> None:
+        found = get_model_state_dict(model, options=options)
+        for name, x in plain.state_dict().items():
+            assert torch.equal(found[name], x), name
+        for name, parameter in plain.named_parameters():
+            assert torch.equal(full_parameter(dict(model.named_parameters())[name]), parameter), name
+
+    check()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.mul_(0.5)
+    model.load_state_dict(plain.state_dict())
+    check()
+    kept = copy.deepcopy(get_model_state_dict(model))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    set_model_state_dict(model, kept)
+    check()
+    zero.close()
+    mesh.close()
+
+
+def test_state_dicts_of_models_in_stage_3_have_the_order_of_one_process() -> None:
+    run_ranks(4, _model_states)
