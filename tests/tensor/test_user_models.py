@@ -694,6 +694,42 @@ def test_whatever_is_done_with_split_logits_gives_the_numbers_of_one_process() -
     run_ranks(2, _readings)
 
 
+class ActivationMLP(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation: nn.Module = nn.GELU()
+
+    def middle(self, h: Tensor) -> Tensor:
+        return self.activation(h)  # type: ignore[no-any-return]
+
+
+class Normalise(nn.Module):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.normalize(h, dim=-1)
+
+
+def _swap_activations() -> None:
+    model: Any = Model(ActivationMLP).double()
+    parallel: Any = fp.parallelize(copy.deepcopy(model), dist.group.WORLD, BLOCKS | ENDS)
+    for each in (model, parallel):
+        each.blocks[0].mlp.activation = nn.Tanh()
+    check_equal(model, parallel, lambda m: m(ids()).square().mean())
+    for wrong in (Normalise(), nn.Softmax(-1), nn.Sequential(nn.SiLU(), Normalise())):
+        parallel.blocks[1].mlp.activation = wrong  # also after a forward
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"blocks.1.mlp.activation.*does not compute each of them by itself"):
+                parallel(ids())
+    parallel.blocks[1].mlp.activation = nn.GELU()
+    model.blocks[1].mlp.activation = nn.GELU()
+    parallel.zero_grad()
+    model.zero_grad()
+    check_equal(model, parallel, lambda m: m(ids()).square().mean())
+
+
+def test_activations_put_into_split_blocks_work_on_each_feature_or_are_refused() -> None:
+    run_ranks(2, _swap_activations)
+
+
 def _other_losses() -> None:
     rank = dist.get_rank()
 

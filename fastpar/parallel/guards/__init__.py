@@ -7,7 +7,7 @@
     parts       that no part of a tensor leaves the model as if it were the whole
 
     token_draws that nothing but modules fastpar knows draws for the tokens of a rank of cp
-    members     that no module has been put into the model since it was split
+    members     that no module has been put into the model since it was split, but such as work on each feature
 
 All but the last two look at the first forwards and at one in 256 from then on: a fault of this kind is there from the
 first step, or comes with a change that lasts. What they find is an error on every rank of the group.

@@ -106,7 +106,8 @@ class Watch:
     def attach(self, model: nn.Module) -> list[Any]:
         """Hook the model; returns the handles."""
         self.data = DataOfDTensors(model.named_parameters())
-        return [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True), self]
+        self.members.start(model, self.plan.blocks)
+        return [model.register_forward_pre_hook(self.before, with_kwargs=True, prepend=True), self, self.members]
 
     def remove(self) -> None:
         """End a look that is going on, with nothing said."""
