@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -251,7 +252,17 @@ def is_under_compiler() -> bool:
 def uncompiled(call: Callable[..., Any], *args: Any) -> Any:
     """`call(*args)`, of which torch.compile compiles nothing where it is called, as by a backward pass, from a function
     that is compiled."""
-    return (torch.compiler.disable(call) if is_under_compiler() else call)(*args)
+    return (torch.compiler.disable(_called) if is_under_compiler() else _called)(call, *args)
+
+
+def _called(call: Callable[..., Any], *args: Any) -> Any:
+    compiled_autograd: Any = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
+        raise RuntimeError(
+            "compiled autograd puts gradients into `.grad` after ZeRO's hooks have run, which would miss them: call "
+            "backward() outside of it, with torch._dynamo.config.compiled_autograd = False"
+        )
+    return call(*args)
 
 
 def refuse_to_pickle() -> NoReturn:

@@ -706,6 +706,24 @@ def test_a_step_that_is_compiled_as_a_whole_is_taken(is_all_of_it: bool) -> None
             assert_close(found, expected, stage)
 
 
+def backward_by_compiled_autograd() -> None:
+    warnings.simplefilter("ignore")  # the compiler's own
+    torch._dynamo.reset()
+    from torch._dynamo import compiled_autograd
+
+    model = nn.Linear(7, 2)
+    shard(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
+    loss = model(torch.ones(3, 7)).sum()
+    refused = pytest.raises(RuntimeError, match="which would miss them: call backward")
+    with refused, compiled_autograd._enable(torch.compile(backend="eager")):
+        loss.backward()
+
+
+def test_compiled_autograd_is_refused() -> None:
+    """It would leave the averaged gradients where nobody sees them before the step, and clipping would find none."""
+    run_ranks(2, backward_by_compiled_autograd)
+
+
 def test_optimizers_compile_their_updates() -> None:
     """Rows have offsets in the memory that they share, which the compiler takes for none of a DTensor's."""
     for expected, *runs in run_ranks(2, compiled_runs):
