@@ -459,14 +459,23 @@ def _layout_of_rows(param: Tensor | None) -> ParameterLayout | None:
     return None if param is None else layout_of(param) or getattr(param, ROWS_OF, None)
 
 
+def _layout_in(module: nn.Module, name: str) -> ParameterLayout | None:
+    """The same of a module's parameter; that of fully_shard has no layout, and the module knows it."""
+    param = module._parameters[name]
+    layout = _layout_of_rows(param)
+    if layout is None and param is not None and is_sharded_further(param) and isinstance(module, ParallelModule):
+        return module._layouts.get(name)
+    return layout
+
+
 def _is_rows_of(value: Tensor, layout: ParameterLayout) -> bool:
     """Whether data parallelism has cut what tensor parallelism stores."""
     return isinstance(value, DTensor) and len(value.placements) > len(layout.placements)
 
 
 def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
-    for name, param in module._parameters.items():
-        layout = _layout_of_rows(param)
+    for name in module._parameters:
+        layout = _layout_in(module, name)
         value = state.get(prefix + name)
         if layout is None or value is None or not is_packed(layout):
             continue
@@ -480,7 +489,7 @@ def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _met
 
 def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
     for name, param in module._parameters.items():
-        layout = _layout_of_rows(param)
+        layout = _layout_in(module, name)
         value = state.get(prefix + name)
         if layout is None or value is None:
             continue

@@ -11,6 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 import fastpar as fp
 from fastpar.comm import Communicator
@@ -191,3 +192,22 @@ def _model_states() -> None:
 
 def test_state_dicts_of_models_in_stage_3_have_the_order_of_one_process() -> None:
     run_ranks(4, _model_states)
+
+
+def _fully_sharded() -> None:
+    mesh = fp.init_mesh(dp_shard=2, tp=2, device="cpu")
+    plain: Any = build_model("gpt2", torch.float32)
+    model: Any = fully_shard(fp.parallelize(build_model("gpt2", torch.float32), mesh), mesh=mesh["dp_shard"])
+    kept, options = copy.deepcopy(get_model_state_dict(model)), StateDictOptions(full_state_dict=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    for factor in (0.5, 1.0):
+        for name, x in get_model_state_dict(model, options=options).items():
+            assert torch.equal(x, factor * plain.state_dict()[name]), name
+        set_model_state_dict(model, kept)
+    mesh.close()
+
+
+def test_state_dicts_of_models_in_fully_shard_have_the_order_of_one_process() -> None:
+    run_ranks(4, _fully_sharded)
