@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 T = TypeVar("T")
+_LOST = -1  # no tensor's version
 
 
 class Tape:
@@ -29,6 +30,15 @@ class Tape:
     def __init__(self) -> None:
         self.results: list[Any] = []
         self.versions: list[list[int]] = []
+
+    def lose(self, written: Tensor) -> None:
+        """The results in this tensor's memory are written to, whatever their versions say: the product of a batch is an
+        `aten::_unsafe_view` of the kept one, and counts versions of its own."""
+        storage = written.untyped_storage()._cdata
+        for result, versions in zip(self.results, self.versions, strict=True):
+            for place, tensor in enumerate(tensors_of(result)):
+                if tensor.untyped_storage()._cdata == storage:
+                    versions[place] = _LOST
 
 
 class _Head(threading.local):
@@ -45,6 +55,13 @@ _head = _Head()
 def is_taping() -> bool:
     """Whether `kept` would do more than call what it is given; for callers whom a closure would cost."""
     return _head.tape is not None
+
+
+def writes_to(x: Tensor) -> None:
+    """Says that a tensor is about to be written to, where its version may not show it: before a call within `recording`
+    that takes the place of one that autograd sees."""
+    if _head.tape is not None and not _head.is_replaying:
+        _head.tape.lose(x)
 
 
 def kept(compute: Callable[[], T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -133,7 +133,8 @@ def apply_recompute(
         fp.apply_recompute(model.layers, fp.recompute.Segments())       # an nn.ModuleList, nn.Sequential or list
 
     model   the layers, or a module that has them: its outermost nn.ModuleLists and nn.Sequentials of modules of one
-            class are the chains (the decoder layers of Hugging Face models)
+            class are the chains (the decoder layers of Hugging Face models, also of several classes). Lists in a list,
+            and other modules that have no forward, stand for the modules in them
     policy  `Full()` by default; see `fastpar.recompute`
 
     Names, parameters, state_dict and hooks stay as they are; only these instances are changed, and `remove_recompute`
@@ -214,6 +215,7 @@ def _chains_of(model: nn.Module | Sequence[nn.Module]) -> list[list[nn.Module]]:
         chains = [list(model)]
     else:
         chains = list(_outermost(model))
+    chains = [list(_with_forward(layers)) for layers in chains]
     for layer in (layer for layers in chains for layer in layers):
         if not isinstance(layer, nn.Module):
             raise TypeError(f"model must be an nn.Module, or layers that are, got {type(layer).__name__} among them")
@@ -229,10 +231,26 @@ def _outermost(module: nn.Module) -> Iterator[list[nn.Module]]:
     """The lists of more than one layer of one class that are in no other such list."""
     for child in module.children():
         layers = list(child.children()) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
-        if len(layers) > 1 and len({type(layer) for layer in layers}) == 1:
+        is_one_class = len({type(layer) for layer in layers}) == 1
+        if len(layers) > 1 and (is_one_class or all(map(_is_checkpointed, layers))):
             yield layers
         else:
             yield from _outermost(child)
+
+
+def _is_checkpointed(layer: nn.Module) -> bool:
+    """Whether it is one of those that transformers recomputes: a GradientCheckpointingLayer, or what looks like one."""
+    return isinstance(getattr(layer, "gradient_checkpointing", None), bool)
+
+
+def _with_forward(layers: Iterable[nn.Module]) -> Iterator[nn.Module]:
+    """The layers, and the ones inside in the place of those that nobody calls: `for attention, mlp in self.layers`."""
+    for layer in layers:
+        has_none = isinstance(layer, nn.Module) and type(layer).forward is nn.Module.forward
+        if has_none and "forward" not in vars(layer):
+            yield from _with_forward(layer.children())
+        else:
+            yield layer
 
 
 def _captures_of(layer: nn.Module) -> list[Capture]:

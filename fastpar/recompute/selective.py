@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fastpar.comm.recompute_cache import kept
+from fastpar.comm.recompute_cache import kept, tensors_of, writes_to
 
 # Matrix products, convolutions, attention, and collectives of torch's functional kind. Others run in microseconds.
 _DEFAULT = (
@@ -57,6 +57,13 @@ def check_ops(ops: Iterable[Any]) -> frozenset[Any]:
     return frozenset(ops)
 
 
+@functools.cache
+def _written(op: Any) -> tuple[tuple[int, str], ...]:
+    """The place and the name of every argument that an operator writes to."""
+    arguments = enumerate(op._schema.arguments)
+    return tuple((i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write)
+
+
 class KeepOps(TorchDispatchMode):
     """Runs the operators through `fastpar.comm.recompute_cache.kept`, in the order in which they come."""
 
@@ -65,6 +72,10 @@ class KeepOps(TorchDispatchMode):
         self.ops = ops
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if func not in self.ops:
-            return func(*args, **(kwargs or {}))
-        return kept(lambda: func(*args, **(kwargs or {})))
+            for number, name in _written(func):
+                for x in tensors_of(args[number] if number < len(args) else kwargs.get(name)):
+                    writes_to(x)
+            return func(*args, **kwargs)
+        return kept(lambda: func(*args, **kwargs))

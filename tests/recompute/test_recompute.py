@@ -164,6 +164,40 @@ def test_a_deep_copy_recomputes_its_own_layers() -> None:
     assert "forward" in vars(layers[0])
 
 
+class Nested(nn.Module):
+    """Layers in lists that nobody calls, as vit_pytorch has them, or of two classes that say that they are layers."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        a, b, c, d = blocks(4)
+        lists = {
+            "lists": [nn.ModuleList([a, b]), nn.ModuleList([c, d])],
+            "dicts": [nn.ModuleDict({"a": a, "b": b}), nn.ModuleDict({"a": c, "b": d})],
+            "classes": [a, b, c, d],
+        }
+        self.layers = nn.ModuleList(lists[how])
+        if how == "classes":
+            for layer in self.layers:
+                layer.gradient_checkpointing = False  # type: ignore[assignment]
+            a.__class__ = type("FirstBlock", (Block,), {})
+        self.every = (a, b, c, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return in_a_row(self.every, x)
+
+
+@pytest.mark.parametrize("how", ["lists", "dicts", "classes"])
+def test_layers_are_those_that_are_called(how: str) -> None:
+    model, x = Nested(how), torch.randn(3, 8)
+    expected = gradients(model, lambda: model(x))
+    fp.apply_recompute(model)
+    runs(model.every)
+    assert_equal(gradients(model, lambda: model(x)), expected)
+    assert runs(model.every) == [2, 2, 2, 2]
+    fp.remove_recompute(model)
+    assert not any("forward" in vars(layer) for layer in model.every)
+
+
 def test_what_cannot_be_applied_is_an_error() -> None:
     layers = blocks(2)
     with pytest.raises(ValueError, match="no layers found in this Linear"):
@@ -1014,8 +1048,10 @@ def recomputed_like_plain(layer: nn.Module, x: torch.Tensor) -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 
 
-def test_a_kept_result_that_was_written_to_is_computed_again() -> None:
-    recomputed_like_plain(nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True))
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(2, 4), (3, 2, 4)], ids=str)  # of three: an aten::_unsafe_view of what is kept
+def test_a_kept_result_that_was_written_to_is_computed_again(shape: tuple[int, ...], bias: bool) -> None:
+    recomputed_like_plain(nn.Linear(4, 4, bias=bias), torch.randn(shape, requires_grad=True))
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
