@@ -295,6 +295,27 @@ def _hooks() -> None:
     check_equal(model, fp.parallelize(copy.deepcopy(model), dist.group.WORLD), cross_entropy)
 
 
+def _hook_that_fails() -> None:
+    def stop(*_: Any) -> None:
+        raise KeyError("stop here")
+
+    model = fp.parallelize(Model(), dist.group.WORLD, BLOCKS)
+    hooks = list(model._forward_hooks.values())
+    handle = model.register_forward_hook(stop)
+    with pytest.raises(KeyError, match="stop here"):
+        model(ids())
+    handle.remove()
+    try:
+        raise ValueError("of the loop around")
+    except ValueError:
+        model(ids())  # which does not fail because something else has
+    assert list(model._forward_hooks.values()) == hooks
+
+
+def test_the_error_of_a_hook_on_the_model_is_what_is_raised() -> None:
+    run_ranks(2, _hook_that_fails)
+
+
 def test_hooks_on_split_layers_are_tried_and_trials_leave_states_alone() -> None:
     run_ranks(2, _hooks)
 

@@ -89,6 +89,7 @@ class Watch:
         self.comm, self.device, self.plan = comm, device, plan
         self.cadence = Cadence()
         self._end: Any = None  # the handle of `after`, while a forward is watched
+        self._handled: BaseException | None = None  # in whose except clause the watched forward was called
         self._is_warned = False  # of hooks that see a part of a gradient
         self.eager = EagerLook()
         self.data: DataOfDTensors | None = None  # a copied model is not looked at
@@ -111,6 +112,7 @@ class Watch:
 
     def remove(self) -> None:
         """End a look that is going on, with nothing said."""
+        self._handled = None
         if self._end is not None:
             self._end.remove()
             self._end = None
@@ -137,6 +139,7 @@ class Watch:
         if self.data is not None:
             self.data.check()
         self._end = model.register_forward_hook(self.after, always_call=True)
+        self._handled = sys.exc_info()[1]
         self.eager.begin(model)
         # What a look runs is not for selective checkpointing, nor counters of operations.
         with _disable_current_modes():
@@ -158,14 +161,14 @@ class Watch:
         """Raise what has been seen."""
         if self.stream.is_running or self._end is None:  # a copy of a model whose forward has failed: it has this hook
             return
-        if output is None and (error := sys.exc_info()[1]) is not None:
-            # The forward has failed. torch walks through the hooks now: the next call takes this one away.
+        if (error := sys.exc_info()[1]) is not None and error is not self._handled:
+            # The forward or a hook has failed. torch walks through the hooks now: the next call takes this one away.
             is_of_shapes = type(error) is RuntimeError and re.search("sizes?|shapes?", str(error)) is not None
             if is_of_shapes and any(region is not None for region in self.plan.layers.values()):
                 _add_note(error, _SPLIT_STREAM)
             return
         self._end.remove()
-        self._end = None
+        self._end = self._handled = None
         if torch.is_grad_enabled() and not self.plan.is_part:
             self._watch_logits(model, output)
         self.eager.leave(output)
