@@ -21,8 +21,8 @@ from tests.dist import RankError, run_ranks
 from tests.tensor.family_models import families
 from tests.tensor.family_ranks import walk_family
 
-LAYOUTS = {2: ["tp2", "tp2 sp", "ep2", "pp2"], 3: ["tp3", "tp3 sp"]}
-COLUMNS = ["tp2", "tp3", "tp2 sp", "tp3 sp", "ep2", "pp2"]
+LAYOUTS = {2: ["tp2", "tp2 sp", "ep2", "pp2", "cp2"], 3: ["tp3", "tp3 sp"]}
+COLUMNS = ["tp2", "tp3", "tp2 sp", "tp3 sp", "ep2", "pp2", "cp2"]
 HEAD = """# Families of models
 
 What `plan="auto"` does with the causal and masked language models of transformers {version}: those with a `tp_plan`,
@@ -33,7 +33,8 @@ of SGD are those of one process. *Refused*: `fastpar` raises, for the reason bel
 {counts}
 
 tp2, tp3: tensor parallelism over two and three ranks; sp: with sequence parallelism; ep2: experts on two ranks of data
-parallelism, which see the same sequences; pp2: two stages of a pipeline. *Left whole*: modules that `plan="auto"`
+parallelism, which see the same sequences; pp2: two stages of a pipeline; cp2: sequences split over two ranks (masked
+models have no loss that can be split). *Left whole*: modules that `plan="auto"`
 leaves as they are in tp2, on every rank (with sequence parallelism: on all tokens), since a trial of their
 split did not compute the same; `fastpar.explain` gives the reason.
 

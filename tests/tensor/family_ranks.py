@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import fastpar as fp
@@ -45,6 +46,8 @@ def walk_family(model_type: str, class_name: str, layouts: list[str], seed: int 
                 found[name] = {"result": "-", "notes": []}
             elif "pp" in name:
                 found[name] = walk_pipeline(copy.deepcopy(plain), ids, wanted)
+            elif "cp" in name:
+                found[name] = walk_context(copy.deepcopy(plain), ids, wanted)
             else:
                 found[name] = walk_layout(copy.deepcopy(plain), ids, wanted, name)
         return found
@@ -88,6 +91,29 @@ def walk_pipeline(model: nn.Module, ids: Tensor, wanted: dict[str, Tensor]) -> d
         here = {key: wanted[key] for key in found if key in wanted}
         missing = [key for key in found if key not in wanted]
         return {"result": f"wrong: {missing[0]} is new" if missing else compare(found, here), "notes": []}
+    except Exception as error:
+        return _failure(error)
+    finally:
+        mesh.close()
+
+
+def walk_context(model: nn.Module, ids: Tensor, wanted: dict[str, Tensor]) -> dict[str, Any]:
+    """Sequences split over two ranks: the whole loss, and gradients summed over the ranks."""
+    mesh = fp.init_mesh(cp=2, device="cpu")
+    torch.manual_seed(0)  # the layouts before have drawn other numbers on each rank
+    try:
+        fp.parallelize(model, mesh, context=fp.Context())
+        loss = model(**fp.context.shard(model, {"input_ids": ids, "labels": ids})).loss
+        loss.backward()
+        found = {"loss": fp.context.total(model, loss)}
+        for key, param in model.named_parameters():
+            grad = torch.zeros_like(param) if param.grad is None else param.grad
+            summed = full_parameter(param, grad).clone()
+            dist.all_reduce(summed, group=mesh["cp"].get_group())
+            if param.grad is not None or float(summed.abs().max()) > 0:
+                found[f"gradient of {key}"] = summed
+        here = {key: value for key, value in wanted.items() if not key.startswith("update")}
+        return {"result": compare(found, here), "notes": []}
     except Exception as error:
         return _failure(error)
     finally:

@@ -33,6 +33,7 @@ def cases() -> list[Any]:
 def test_family_computes_the_same_in_every_layout_or_is_refused(model_type: str, class_name: str) -> None:
     results = run_ranks(2, walk_family, model_type, class_name, ["tp2", "tp2 sp", "ep2"], timeout=240.0)
     if model_type not in CHOSEN:
+        results += run_ranks(2, walk_family, model_type, class_name, ["cp2"], timeout=240.0)
         results += run_ranks(3, walk_family, model_type, class_name, ["tp3", "tp3 sp"], timeout=240.0)
     found = {f"rank {i % 2}, {name}": row["result"] for i, rank in enumerate(results) for name, row in rank.items()}
     wrong = {
