@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 _ORDERED: dict[Any, bool] = {}  # ops, and whether Inductor knows
+_WITH_GRAPHS: set[Any] = set()  # ops of torch that Inductor knows of
 
 
 def in_order(op: torch._ops.OpOverload) -> None:
@@ -28,6 +29,10 @@ def keep_order() -> None:
     inductor = sys.modules.get("torch._inductor.lowering")  # there once somebody compiles by it; takes seconds to load
     if inductor is None:
         return
+    for op in [op for op in inductor.lowerings if isinstance(op, torch._ops.HigherOrderOperator)]:
+        if op not in _WITH_GRAPHS:  # as `torch.cond`, which may have collectives in graphs of its own
+            inductor.lowerings[op] = _in_order(inductor.lowerings[op])
+            _WITH_GRAPHS.add(op)
     for op, is_known in _ORDERED.items():
         if not is_known:
             exact = inductor.tag_to_layout_constraint(torch.Tag.needs_exact_strides)  # as for any op of a library
@@ -47,9 +52,19 @@ def _in_order(lower: Callable[..., Any]) -> Callable[..., Any]:
         from torch._inductor.virtualized import V
 
         result, graph = lower(*args, **kwargs), V.graph
-        kernels: list[Any] = [one for one in graph.operations if getattr(one, "op_overload", None) in _ORDERED]
+        kernels: list[Any] = [one for one in graph.operations if _holds_collectives(one)]
         if len(kernels) > 1:
             graph.additional_buffer_deps[kernels[-1].get_operation_name()].add(kernels[-2].get_name())
         return result
 
     return lowered
+
+
+def _holds_collectives(operation: Any) -> bool:
+    """An operation of Inductor's that is one of these ops, or has one in a graph of its own."""
+    from torch._inductor.ir import Subgraph
+
+    graphs = [one.graph for one in vars(operation).values() if isinstance(one, Subgraph) and one.graph is not None]
+    return getattr(operation, "op_overload", None) in _ORDERED or any(
+        _holds_collectives(one) for graph in graphs for one in graph.operations
+    )

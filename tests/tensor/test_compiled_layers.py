@@ -234,10 +234,27 @@ def test_compiled_losses_take_split_logits() -> None:
 
 def branches(comm: fp.Communicator, inputs: list[Tensor], weights: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     """Matrix products alone, for which Inductor compiles no code."""
-    return [fp.comm.copy_to(x, comm) @ up @ down for x, (up, down) in zip(inputs, weights, strict=True)]
+    return [
+        fp.comm.reduce_from(fp.comm.copy_to(x, comm) @ up @ down, comm)
+        for x, (up, down) in zip(inputs, weights, strict=True)
+    ]
 
 
-def order_of_collectives() -> None:
+def choices(comm: fp.Communicator, inputs: list[Tensor], weights: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
+    """The first branch in a graph of its own."""
+    (x, y), ((up, down), other) = inputs, weights
+
+    def taken(x: Tensor) -> Tensor:
+        return branches(comm, [x], [(up, down)])[0]
+
+    def left(x: Tensor) -> Tensor:
+        return branches(comm, [x], [(up, 2 * down)])[0]
+
+    chosen: Tensor = torch.cond(x.sum() > -1e9, taken, left, (x,))
+    return [chosen, *branches(comm, [y], [other])]
+
+
+def order_of_collectives(function: Callable[..., list[Tensor]]) -> None:
     """One branch is larger on one rank, the other on the other, and Inductor begins with what saves most memory."""
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
@@ -246,14 +263,16 @@ def order_of_collectives() -> None:
     sizes = (64, 2) if comm.rank == 0 else (2, 64)
     weights = [(torch.randn(8, n, requires_grad=True), torch.randn(n, 8)) for n in sizes]
     with torch._inductor.config.patch(fx_graph_cache=False):
-        for fn in (branches, torch.compile(branches)):
+        for fn in (branches, torch.compile(function)):
             outputs = fn(comm, inputs, weights)
-            found.append(torch.autograd.grad(outputs, [*inputs, *(up for up, _ in weights)], outputs))
+            out = [each.detach() for each in outputs]
+            found.append([*out, *torch.autograd.grad(outputs, [*inputs, *(up for up, _ in weights)], out)])
     torch.testing.assert_close(*found)
 
 
-def test_inductor_keeps_the_order_of_collectives() -> None:
-    run_ranks(2, order_of_collectives)
+@pytest.mark.parametrize("function", [branches, choices])
+def test_inductor_keeps_the_order_of_collectives(function: Callable[..., list[Tensor]]) -> None:
+    run_ranks(2, order_of_collectives, function)
 
 
 def graphs_between_launches() -> int:
