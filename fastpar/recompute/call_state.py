@@ -14,6 +14,10 @@ An attribute is noted by its object; lists, dicts, sets and deques that are attr
 items. Tensors may be written in place, and take a copy: small ones at every call, others at the first and once a call
 has changed them.
 
+Between a call and its second run others may change a layer, too: `torch.func.functional_call` lends it parameters for
+one forward, and a script sets its mode, an active adapter or a temperature. So the second run also gets back the
+parameters, and the attributes that hold only settings: numbers, strings and containers of them.
+
 Python's and numpy's generators, from which some layers draw whether to skip themselves, take 0.1 ms to save, so they
 are looked at in the first call of a layer and every thousandth, and saved for layers that were seen to draw. What else
 a layer may depend on (a generator of its own, a file) cannot be brought back: in those calls samples of what a layer
@@ -22,6 +26,7 @@ saves for backward are compared with those of its second run.
 
 from __future__ import annotations
 
+import enum
 import functools
 import random
 import weakref
@@ -34,12 +39,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from fastpar.contracts.containers import containers_in, items_of, put_back
+from fastpar.contracts.containers import containers_in, items_of, put_back, with_own_containers
 
 SMALL_TENSOR = 1 << 16  # bytes; up to here a buffer is copied at every call
+MANY = 64  # items; a container of more is data, and too long to look at in every call
 CHECKED_EVERY = 1000  # calls of a layer between two whose second run is compared with the first
 _ABSENT: Any = object()
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}  # dicts of parameters, buffers, children and hooks
+_SETTINGS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, enum.Enum, type(None))
 
 
 class LayerHistory:
@@ -122,11 +129,12 @@ class _Written(NamedTuple):
 
 
 class _Before(NamedTuple):
-    """One module of a layer: its attributes, its buffers, and what is in the containers among the attributes."""
+    """One module of a layer: its attributes, buffers, parameters, and what the containers among the attributes hold."""
 
     module: nn.Module
     attributes: dict[str, Any]
     buffers: dict[str, Tensor | None]
+    parameters: dict[str, nn.Parameter | None]
     containers: list[_Items]
 
     @staticmethod
@@ -134,7 +142,7 @@ class _Before(NamedTuple):
         values = vars(module)
         attributes = {name: values[name] for name in values.keys() - _OF_MODULES}
         containers = [_Items(x, items_of(x)) for x in containers_in(attributes.values())]
-        return _Before(module, attributes, dict(module._buffers), containers)
+        return _Before(module, attributes, dict(module._buffers), dict(module._parameters), containers)
 
     def put_back(self) -> None:
         """Have the module as it was, but for what was written to its tensors in place."""
@@ -147,12 +155,51 @@ class _Before(NamedTuple):
                 each.put_back()
 
 
+class _Found(NamedTuple):
+    """What a call found in a module and others may change after it: its parameters and settings."""
+
+    module: nn.Module
+    parameters: dict[str, nn.Parameter | None]
+    settings: dict[str, Any]  # whose containers are copies: the list itself may later hold outputs, and their graphs
+
+    @staticmethod
+    def of(before: _Before, memo: dict[int, Any]) -> _Found:
+        settings = {k: with_own_containers(x, memo) for k, x in before.attributes.items() if _is_setting(x)}
+        return _Found(before.module, before.parameters, settings)
+
+    def bring_back(self, memo: dict[int, Any]) -> dict[str, nn.Parameter | None]:
+        """Have in the module what is another by now. Returns the parameters that this has replaced."""
+        now, attributes = self.module._parameters, vars(self.module)
+        replaced: dict[str, nn.Parameter | None] = {}
+        for name, x in self.parameters.items():
+            # Whole and sharded ones take turns under one name, in stage 3 and fully_shard, which see to it themselves.
+            if name in now and now[name] is not x and _mesh_of(now[name]) == _mesh_of(x):
+                replaced[name], now[name] = now[name], x
+        for name, value in self.settings.items():
+            found = attributes.get(name, _ABSENT)
+            if found is not value and not (type(found) is type(value) and _is_setting(found) and found == value):
+                attributes[name] = with_own_containers(value, memo)
+        return replaced
+
+
+def _mesh_of(x: Any) -> Any:
+    return getattr(x, "device_mesh", None)
+
+
+def _is_setting(value: Any) -> bool:
+    if not isinstance(value, (dict, list, tuple, set)):
+        return isinstance(value, _SETTINGS)
+    items = value.values() if isinstance(value, dict) else value
+    return len(value) <= MANY and all(map(_is_setting, items))
+
+
 class Changed(NamedTuple):
-    """What a call has changed, as it was before."""
+    """What a call has changed, as it was before, and what others may change after it."""
 
     modules: list[nn.Module]  # all of the layer
     values: list[tuple[dict[str, Any], str, Any]]  # of a module's attributes or buffers, by name
     containers: list[_Items]
+    found: list[_Found]
     lost: str | None  # a tensor that was written to, of which there is no copy
     generators: GeneratorStates | None  # where the call has drawn from them
 
@@ -160,6 +207,8 @@ class Changed(NamedTuple):
     def restored(self) -> Iterator[None]:
         """The state of before the call within the block; after it that of when the block began."""
         now = [_Before.of(module) for module in self.modules]
+        memo: dict[int, Any] = {}
+        replaced = [(each.module, each.bring_back(memo)) for each in self.found]
         for values, name, value in self.values:
             if value is _ABSENT:
                 values.pop(name, None)
@@ -173,6 +222,8 @@ class Changed(NamedTuple):
             with nullcontext() if self.generators is None else self.generators.restored():
                 yield
         finally:
+            for module, parameters in replaced:
+                module._parameters.update(parameters)
             for before in now:
                 before.put_back()
 
@@ -188,6 +239,8 @@ class CallWatch:
         self.generators = GeneratorStates.now() if draws and (self.is_checked or self.history.draws) else None
         self._modules = list(owner.modules()) if isinstance(owner, nn.Module) else []
         self._before = [_Before.of(module) for module in self._modules]
+        memo: dict[int, Any] = {}
+        self._found = [_Found.of(before, memo) for before in self._before]
         self._tensors: dict[tuple[int, str], _Written] = {}  # by the module's id and the name in it
         for before in self._before:
             for held in (before.attributes, before.buffers):
@@ -198,7 +251,7 @@ class CallWatch:
                         self._tensors[key] = _Written.of(x, copied=copied)
 
     def end(self) -> Changed | None:
-        """What is no longer as it was, after the call."""
+        """What is no longer as it was after the call, or may not stay so. None where there is nothing to bring back."""
         history = self.history
         history.calls += 1
         if self.generators is not None and self.generators.is_same():
@@ -206,7 +259,7 @@ class CallWatch:
         history.draws |= self.generators is not None
         values, containers, lost = [], [], None
         written = {key for key, each in self._tensors.items() if each.may_be_written()}
-        for module, attributes, buffers, found in self._before:
+        for module, attributes, buffers, _, found in self._before:
             for now, before in ((vars(module), attributes), (module._buffers, buffers)):
                 for name in _changed_names(module, now, before, written):
                     key = (id(module), name)
@@ -217,9 +270,9 @@ class CallWatch:
                         history.written.add(key)
                         lost = f"{name} of {type(module).__name__}" if tensor.copy is None else lost
             containers += [each._replace(items=_without_history(each.items)) for each in found if each.differs()]
-        if not (values or containers or self.generators):
+        if not (self._modules or self.generators):
             return None
-        return Changed(self._modules, values, containers, lost, self.generators)
+        return Changed(self._modules, values, containers, self._found, lost, self.generators)
 
 
 def _without_history(value: Any) -> Any:

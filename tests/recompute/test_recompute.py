@@ -663,6 +663,50 @@ def test_a_layer_that_keeps_something_between_calls_is_as_without_recomputation(
     assert run(fp.apply_recompute(copy.deepcopy(model), policy)) == expected
 
 
+class Scaled(nn.Module):
+    """A layer of which scripts change the mode and several settings between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.scale, self.active, self.scales = nn.Linear(8, 8), 1.0, ["a"], {"a": 0.5, "b": 2.0}
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x * self.scale) * self.scales[self.active[0]]
+        return x + F.dropout(h.tanh(), 0.5, self.training)
+
+
+@pytest.mark.parametrize("policy", [Full(), Selective(), Segments(2)], ids=lambda p: type(p).__name__)
+@pytest.mark.parametrize("what", ["parameters", "number", "list", "dict", "mode"])
+def test_what_others_change_in_a_layer_before_backward_is_as_the_forward_found_it(what: str, policy: Any) -> None:
+    """Once the calls whose second runs are compared are over."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Scaled() for _ in range(4)))
+    x = torch.randn(3, 8)
+
+    def run(layers: nn.Module) -> list[Any]:
+        torch.manual_seed(1)
+        layers(x).sum().backward()
+        if what == "parameters":
+            lent = {name: (p.detach() * 0.5).requires_grad_() for name, p in layers.named_parameters()}
+            loss = torch.func.functional_call(layers, lent, (x,)).square().mean()
+            return [g.tolist() for g in torch.autograd.grad(loss, list(lent.values()))]
+        first = layers(x)
+        for layer in layers:
+            if what == "number":
+                layer.scale = 0.5
+            elif what == "list":
+                layer.active[0] = "b"
+            elif what == "dict":
+                layer.scales = {"a": 3.0}
+        layers.train(what != "mode")
+        (first.square().mean() + layers(x).square().mean()).backward()
+        settings = [(layer.scale, layer.active, layer.scales, layer.training) for layer in layers]
+        return [*settings, *(p.grad.tolist() for p in layers.parameters())]
+
+    expected = run(copy.deepcopy(model))
+    assert run(fp.apply_recompute(copy.deepcopy(model), policy)) == expected
+
+
 class Noting(nn.Module):
     """Adds a term of the loss to a list that layers share, and to a tuple of its own."""
 
