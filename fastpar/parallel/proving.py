@@ -103,11 +103,12 @@ def _those_that_fit(modules: Mapping[str, nn.Module], styles: Mapping[str, Style
     """Untried styles, for one rank, which splits nothing: a block whose weights are not as they say is left whole."""
     found: dict[str, str | Style] = dict(styles.items())
     for path, style in styles.items():
-        if not isinstance(style, BlockStyle) or isinstance(modules[path], Absent):
+        module = modules.get(path)  # none of a layer on another part of a pipeline
+        if not isinstance(style, BlockStyle) or module is None or isinstance(module, Absent):
             continue
         inside = {name[len(path) + 1 :]: s for name, s in styles.items() if name.startswith(f"{path}.")}
         try:
-            block_splits(modules[path], {"": style, **inside}, 1, path)
+            block_splits(module, {"": style, **inside}, 1, path)
         except ValueError as error:
             found = {name: s for name, s in found.items() if not name.startswith(f"{path}.")}
             found[path] = WholeStyle(note=f"left whole: {error}", is_fallback=True)
