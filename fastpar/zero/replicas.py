@@ -30,6 +30,7 @@ from fastpar.tensor.held import DataOfDTensors
 from fastpar.tensor.parameter import layout_of
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
+from fastpar.zero.hooks import uncompiled
 from fastpar.zero.options import ShardOptions
 from fastpar.zero.order_reducer import OrderReducer
 from fastpar.zero.quantized_gather import CodedParameters, GatherFormats, ParamWire
@@ -330,7 +331,8 @@ def _refuse_to_step_what_is_set_aside() -> None:
                     "Copy into parameters, or make the optimizer after the first forward with the new ones"
                 )
 
-    register_optimizer_step_pre_hook(check)
+    # A compiler that looks into groups of parameters takes none whose gradient is a DTensor and which is none itself.
+    register_optimizer_step_pre_hook(partial(uncompiled, check))
 
 
 def _is_in_functional_call() -> bool:
