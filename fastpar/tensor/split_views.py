@@ -22,6 +22,7 @@ from torch.distributed.tensor.experimental import register_sharding
 
 from fastpar.tensor.dtensor_data import take_data
 from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
+from fastpar.tensor.optimizer_rows import order_states_by_the_model
 from fastpar.tensor.optimizer_trial import try_in_first_steps
 
 _VIEWS = (
@@ -110,6 +111,7 @@ def watch_views(parameter: Tensor) -> None:
     """Refuse writes to copies of this parameter's parts, and of what is split like it: gradients, averages."""
     if isinstance(parameter, DTensor):
         try_in_first_steps()
+        order_states_by_the_model()
         read_whole_numbers_in_steps()
         _mark_copies()
         take_data(_is_split)

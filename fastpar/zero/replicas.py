@@ -27,7 +27,7 @@ from torch.nn.utils import stateless
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fastpar.tensor.held import DataOfDTensors
-from fastpar.tensor.parameter import layout_of
+from fastpar.tensor.parameter import ROWS_OF, layout_of
 from fastpar.zero.flat import WholeParameters
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, local, set_local
 from fastpar.zero.hooks import uncompiled
@@ -252,7 +252,7 @@ class Replicas:
 def _owner_of(parameter: nn.Parameter, rows: Tensor, spec: DTensorSpec | None) -> nn.Parameter:
     """What the optimizer has instead of a parameter, with its attributes: pipelines mark what stages share."""
     owner = as_parameter(rows, spec)
-    vars(owner).update({key: value for key, value in vars(parameter).items() if key != "fastpar_layout"})
+    vars(owner).update({ROWS_OF if key == "fastpar_layout" else key: x for key, x in vars(parameter).items()})
     return owner
 
 

@@ -31,6 +31,9 @@ from fastpar.pretrained.generation import GenerateDoor
 from fastpar.pretrained.saving import SaveDoor
 from fastpar.tensor.dtensor_data import keep_memory
 from fastpar.tensor.held import HeldTensor, Index, index_of
+from fastpar.tensor.optimizer_rows import is_asked_by_name
+from fastpar.tensor.parameter import ROWS_OF, layout_of
+from fastpar.tensor.row_order import as_stored
 from fastpar.tensor.split_views import watch_views
 from fastpar.zero import memory, state_dict
 from fastpar.zero.grad_clipping import GradClipping
@@ -530,6 +533,8 @@ class Zero:
             if masters:
                 self._release()
                 for param, value in masters.values():
+                    if is_asked_by_name():  # as the other states, which the optimizer's own hook puts back
+                        value = as_stored(value, layout_of(param.parameter) or getattr(param.parameter, ROWS_OF, None))
                     local(param.optim_param).copy_(local(value))
                 self._masters.write_back([param.optim_param for param, _ in masters.values()])
                 self._forget_scales([param for param, _ in masters.values()])

@@ -10,7 +10,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import fastpar as fp
@@ -211,3 +217,41 @@ def _fully_sharded() -> None:
 
 def test_state_dicts_of_models_in_fully_shard_have_the_order_of_one_process() -> None:
     run_ranks(4, _fully_sharded)
+
+
+def _states_by_name(sizes: Sizes, stage: int | None) -> None:
+    """Moments of one process, of ranks, and of ranks that have loaded those of one process."""
+    mesh, whole = fp.init_mesh(**sizes, device="cpu"), StateDictOptions(full_state_dict=True)
+    plain: Any = build_model("gpt2", torch.float32)
+    models, optimizers = [plain, copy.deepcopy(plain), copy.deepcopy(plain)], []
+    for model in models:
+        if model is not plain:
+            fp.parallelize(model, mesh)
+        optimizers.append(OPTIMIZERS["adamw"](model.parameters()))
+        if model is not plain and stage is not None:
+            fp.zero.shard(model, optimizers[-1], group=mesh, stage=stage)
+    ids = torch.arange(12).view(2, 6)
+
+    def state_after_step(index: int) -> dict[str, Any]:
+        models[index](ids, labels=ids).loss.backward()
+        optimizers[index].step()
+        return get_optimizer_state_dict(models[index], optimizers[index], options=whole)["state"]
+
+    wanted, found = state_after_step(0), state_after_step(1)
+    if stage is None:  # torch does not cut whole states for uneven shards of two dims
+        given = copy.deepcopy(get_optimizer_state_dict(plain, optimizers[0], options=whole))
+        set_optimizer_state_dict(models[2], optimizers[2], given, options=whole)
+        packed = models[2].get_parameter("transformer.h.0.attn.c_attn.weight")
+        moment = full_parameter(packed, optimizers[2].state[packed]["exp_avg"])
+        torch.testing.assert_close(moment, wanted["transformer.h.0.attn.c_attn.weight"]["exp_avg"])
+    for name in wanted:
+        for key in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(found[name][key], wanted[name][key], rtol=1e-3, atol=1e-6)
+    mesh.close()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stage"), [({"tp": 2}, None), ({"tp": 2, "dp_shard": 2}, 1), ({"tp": 2, "dp_shard": 2}, 3)], ids=str
+)
+def test_states_that_torch_gives_names_are_those_of_one_process(sizes: Sizes, stage: int | None) -> None:
+    run_ranks(sizes["tp"] * sizes.get("dp_shard", 1), _states_by_name, sizes, stage)
