@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 T = TypeVar("T")
 _LOST = -1  # no tensor's version
@@ -34,11 +35,21 @@ class Tape:
     def lose(self, written: Tensor) -> None:
         """The results in this tensor's memory are written to, whatever their versions say: the product of a batch is an
         `aten::_unsafe_view` of the kept one, and counts versions of its own."""
-        storage = written.untyped_storage()._cdata
+        memory = set(_memory_of(written))
         for result, versions in zip(self.results, self.versions, strict=True):
             for place, tensor in enumerate(tensors_of(result)):
-                if tensor.untyped_storage()._cdata == storage:
+                if not memory.isdisjoint(_memory_of(tensor)):
                     versions[place] = _LOST
+
+
+def _memory_of(x: Tensor) -> Iterator[int]:
+    """The storages of a tensor, or of those that a DTensor and its like are made of; none of a sparse one."""
+    if is_traceable_wrapper_subclass(x):
+        for part in (getattr(x, name) for name in x.__tensor_flatten__()[0]):
+            if isinstance(part, Tensor):  # DTensor names its mesh as well
+                yield from _memory_of(part)
+    elif x.layout == torch.strided:
+        yield x.untyped_storage()._cdata
 
 
 class _Head(threading.local):

@@ -10,13 +10,15 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor, init_device_mesh
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
@@ -1096,6 +1098,25 @@ def recomputed_like_plain(layer: nn.Module, x: torch.Tensor) -> None:
 @pytest.mark.parametrize("shape", [(2, 4), (3, 2, 4)], ids=str)  # of three: an aten::_unsafe_view of what is kept
 def test_a_kept_result_that_was_written_to_is_computed_again(shape: tuple[int, ...], bias: bool) -> None:
     recomputed_like_plain(nn.Linear(4, 4, bias=bias), torch.randn(shape, requires_grad=True))
+
+
+def test_what_is_written_to_may_be_a_dtensor_or_sparse(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        layer = nn.Linear(4, 4, bias=False)
+        x = distribute_tensor(torch.randn(3, 2, 4), init_device_mesh("cpu", (1,)), [Replicate()]).requires_grad_()
+        weight = nn.Parameter(distribute_tensor(layer.weight.detach(), x.device_mesh, [Replicate()]))
+
+        def run(x: Any) -> Any:
+            torch.eye(4).to_sparse().mul_(2.0)
+            return (F.linear(x, weight).mul_(2) + F.linear(x, weight)).exp()
+
+        wanted = torch.autograd.grad(run(x).sum(), (x, weight))
+        found = torch.autograd.grad(checkpoint(run, x, policy=Selective()).sum(), (x, weight))
+        for a, b in zip(found, wanted, strict=True):
+            assert torch.equal(cast(Any, a).full_tensor(), cast(Any, b).full_tensor())
+    finally:
+        dist.destroy_process_group()
 
 
 # ---- tensor parallelism ----------------------------------------------------------------------------------------------
