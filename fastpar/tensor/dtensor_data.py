@@ -83,8 +83,16 @@ def _part(x: DTensor, value: Tensor, layout: Any) -> Tensor:
             f"data of shape {tuple(value.shape)} set to a DTensor that is not tensor-parallel must be one, too: "
             "distribute_tensor(value, x.device_mesh, x.placements)"
         )
-    part: Tensor = layout.local(value).contiguous()
-    return part
+    part: Tensor = layout.local(value)
+    return part.contiguous() if part is value else own_memory(part)
+
+
+def own_memory(x: Tensor) -> Tensor:
+    """x contiguous, copied where it is part of a larger storage: that would be kept, and saved, as a whole, and
+    `copy.deepcopy` of a DTensor with an offset in its storage fails."""
+    if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 def check_own_part(name: str, value: Any) -> None:

@@ -38,7 +38,7 @@ from fastpar.comm import Communicator, shard_range
 from fastpar.comm.autograd import reduce_from
 from fastpar.comm.shards import MAX_PARTS, check_dim
 from fastpar.ops._autograd import apply_plain, dtensor_grad
-from fastpar.tensor.dtensor_data import check_own_part
+from fastpar.tensor.dtensor_data import check_own_part, own_memory
 from fastpar.tensor.row_order import as_stored, in_order, is_packed
 from fastpar.tensor.split_views import watch_views
 
@@ -484,7 +484,7 @@ def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _met
             continue
         canonical = layout.canonical()
         full = layout.full(local_tensor(value))
-        state[prefix + name] = canonical.as_dtensor(canonical.local(full).contiguous())
+        state[prefix + name] = canonical.as_dtensor(own_memory(canonical.local(full)))
 
 
 def _stored_state(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *_: Any) -> None:
@@ -515,7 +515,8 @@ def _assigned(param: nn.Parameter, value: Tensor, layout: ParameterLayout) -> Te
         with torch.no_grad():
             param.copy_(value)
         return param
-    made = layout.tag(nn.Parameter(value.detach(), requires_grad=param.requires_grad))
+    local = own_memory(local_tensor(value).detach())
+    made = layout.tag(nn.Parameter(layout.as_dtensor(local), requires_grad=param.requires_grad))
     vars(param)[_SUCCESSOR] = made
     return made
 

@@ -141,6 +141,9 @@ def _packed_matches(sections: tuple[int, ...]) -> list[str]:
     for name, param in plain.named_parameters():
         value = state[name]
         close(value.full_tensor() if isinstance(value, DTensor) else value, param.detach())
+    for name, value in copy.deepcopy(layer.state_dict()).items():
+        local = value._local_tensor if isinstance(value, DTensor) else value
+        assert local.untyped_storage().nbytes() == local.nbytes, name  # not that of the whole, gathered weight
     for source in ({k: v.clone() for k, v in state.items()}, dict(plain.state_dict())):
         with torch.no_grad():
             layer.weight.zero_()
