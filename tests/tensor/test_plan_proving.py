@@ -104,6 +104,33 @@ class MLPThatKeeps(MLP):
         return self.b(torch.tanh(gate) * up)
 
 
+class MLPWithStatistics(MLP):
+    """Keeps the largest value that it has seen in training, as observers of ranges do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gates = self.a(x)
+        if self.training:
+            self.largest = torch.maximum(self.largest, gates.detach().abs().max())
+        gate, up = gates.chunk(2, -1)
+        return self.b(torch.tanh(gate) * up)
+
+
+class NormWithStatistics(nn.LayerNorm):
+    """A mean over tokens, which its result does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__(HIDDEN)
+        self.mean = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.mean += float(x.mean())
+        return super().forward(x)
+
+
 class Convolution(nn.Module):
     """Mixes tokens, and is called neither attention nor anything like it."""
 
@@ -230,6 +257,7 @@ def test_beside_a_residual_linears_are_split_by_themselves_since_its_gradient_wo
     ("part", "reason"),
     [
         (MLPWithNorm, "its output would be off"),
+        (MLPWithStatistics, "what it writes to largest would be off"),
         (MLPThatKeeps, "what it computes beside the hidden states may be used"),
         (MLPWithSecondResult, "what it computes beside the hidden states may be used"),
     ],
@@ -408,6 +436,7 @@ def test_gates_go_with_their_query_heads() -> None:
 def test_what_mixes_tokens_gets_all_of_them_under_sequence_parallelism() -> None:
     assert kinds(Model(MLP, Convolution)) == SPLIT_MLP
     assert kinds(Model(MLP, Convolution), sequence_parallel=True) == SPLIT_MLP | {"parts.part1": "gathered"}
+    assert kinds(Model(MLP, NormWithStatistics), sequence_parallel=True)["parts.part1"] == "gathered"
 
 
 def test_a_layer_whose_own_code_mixes_tokens_is_refused_under_sequence_parallelism() -> None:

@@ -3,7 +3,8 @@
 A plan says which linears of a block are split. Whether the block's own code then computes the same depends on all that
 it does in between: how it forms heads, which sizes it reads from where, what else it holds. So the code is run: the
 model once, on a few tokens, to see with what each kind of block is called; then the block, whole and on R virtual
-ranks, on noisy copies of its parameters. Outputs, the gradients of all inputs and those of all parameters are compared.
+ranks, on noisy copies of its parameters. Outputs, the gradients of all inputs and those of all parameters
+are compared, and what the code has written to buffers and attributes.
 
 Note: virtual ranks
     Ranks are threads that meet at the block's collectives, and their graphs are joined there. Where fastpar copies

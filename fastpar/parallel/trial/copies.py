@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from fastpar.contracts.rehearsal import same_generators
+from fastpar.contracts.rehearsal import own_attributes, same_generators
 from fastpar.parallel.stacked_experts import is_stacked
 
 
@@ -89,17 +89,30 @@ def _copy_with(module: nn.Module, data: Callable[[Tensor], Tensor]) -> nn.Module
 
 @torch.no_grad()
 def trains_differently(source: nn.Module, training: nn.Module, inputs: Any) -> bool:
-    """True if the `training_copy` of a module computes something else than the module in eval mode, by a rule that can
-    be compared: not where it draws random numbers, which the guards of a running model look at."""
+    """True if the `training_copy` of a module computes something else than the module in eval mode, or writes something
+    else to what it holds, by a rule that can be compared: not where it draws random numbers, which the guards of a
+    running model look at."""
     outputs = []
     for module in (source, training):
         (args, kwargs), _ = fresh_leaves(inputs)
+        twin = sharing_copy(module)
         with same_generators() as has_drawn:
-            outputs.append([t for t in tree_leaves(_plain(sharing_copy(module)(*args, **kwargs))) if _is_float(t)])
+            outputs.append([t for t in tree_leaves(_plain(twin(*args, **kwargs))) if _is_float(t)])
             if has_drawn():
                 return False
+        outputs[-1] += held_numbers(twin).values()
     first, second = outputs
     return len(first) != len(second) or not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def held_numbers(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers, and the numbers and tensors without history that are attributes: what a forward may write to."""
+    found = dict(module.named_buffers())
+    for path, child in module.named_modules():
+        for name, value in own_attributes(child).items():
+            if isinstance(value, float) or (isinstance(value, Tensor) and value.grad_fn is None):
+                found[f"{path}.{name}" if path else name] = torch.as_tensor(value)
+    return found
 
 
 def _is_float(value: Any) -> bool:

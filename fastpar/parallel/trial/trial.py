@@ -20,6 +20,7 @@ from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_featur
 from fastpar.parallel.trial.calls import RecordedCall
 from fastpar.parallel.trial.copies import (
     fresh_leaves,
+    held_numbers,
     noisy_copy,
     replace_parameter,
     sharing_copy,
@@ -82,16 +83,18 @@ class Trial:
         wanted_grads = _gradients([(wanted[0] * weigh).sum()], [*wanted[1], *wanted[2].values()])
         ranks = self._ranks(source, inputs, sequence, shape)
         if not sequence:
-            self._look_at_dropouts([seen for *_, seen in ranks], wanted[0].shape)
+            self._look_at_dropouts([seen for *_, seen, _ in ranks], wanted[0].shape)
         parts = [weigh[:, _part(weigh.size(1), self.size, r)] if sequence else weigh for r in range(self.size)]
         outs = [out for out, *_ in ranks]
         found = [torch.cat(outs, 1)] if sequence else outs
         for out in found:
             _compare(out, wanted[0], "its output")
+        for *_, held in ranks:
+            _compare_held(held, wanted[3])
         self.floor = max((float(g.abs().max()) for g in wanted_grads if g is not None and g.numel()), default=0.0)
         losses = [(out * part).sum() for out, part in zip(outs, parts, strict=True)]
         num_inputs = len(wanted[1])
-        leaves = [leaf for _, tensors, params, _ in ranks for leaf in (*tensors, *params.values())]
+        leaves = [leaf for _, tensors, params, *_ in ranks for leaf in (*tensors, *params.values())]
         grads = _gradients(losses, leaves)
         each = len(leaves) // self.size
         by_rank = [grads[r * each : (r + 1) * each] for r in range(self.size)]
@@ -126,13 +129,13 @@ class Trial:
         is_part = (is_part or tensor.shape in self.also_parts) and tensor.is_floating_point()
         return tensor.narrow(rank.dim, *rank.span()) if is_part else tensor
 
-    def _one(self, source: nn.Module, inputs: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor]]:
+    def _one(self, source: nn.Module, inputs: Any) -> tuple[Tensor, list[Tensor], dict[str, Tensor], dict[str, Tensor]]:
         twin = sharing_copy(source)
         inputs, leaves = fresh_leaves(inputs)
         params: dict[str, Tensor] = dict(twin.named_parameters())
         with torch.random.fork_rng(devices=[]):
             out = _hidden_of(twin(*inputs[0], **inputs[1]))
-        return out, leaves, params
+        return out, leaves, params, held_numbers(twin)
 
     def _ranks(self, source: nn.Module, inputs: Any, sequence: bool, shape: torch.Size) -> list[Any]:
         meeting = ThreadMeeting(self.size)
@@ -186,7 +189,7 @@ class Trial:
                 child.register_forward_pre_hook(lambda _m, args, path=path: seen.update({path: args[0].detach()}))
         inputs, leaves = fresh_leaves(inputs, functools.partial(self._cut, rank, shape) if rank.sequence else None)
         out = _hidden_of(twin(*inputs[0], **inputs[1]))
-        return out, leaves, params, seen
+        return out, leaves, params, seen, held_numbers(twin)
 
     def _look_at_dropouts(self, seen: list[dict[str, Tensor]], shape: torch.Size) -> None:
         """Dropout on what all ranks have alike draws one mask for all; on features or heads each rank has its own."""
@@ -272,12 +275,15 @@ def is_per_token(module: nn.Module, call: RecordedCall, size: int) -> bool:
 def _is_per_token(trial: Trial, source: nn.Module, inputs: Any, dim: int) -> bool:
     shape, size = trial.call.hidden().shape, trial.size
     whole, _ = fresh_leaves(inputs)
-    wanted = _tensors_of(sharing_copy(source)(*whole[0], **whole[1]))
+    one = sharing_copy(source)
+    wanted = _tensors_of(one(*whole[0], **whole[1]))
     parts = []
     for index in range(size):
         rank = VirtualRank(ThreadMeeting(size), index, True, shape[dim], dim)
         cut, _ = fresh_leaves(inputs, functools.partial(trial._cut, rank, shape))
-        parts.append(_tensors_of(sharing_copy(source)(*cut[0], **cut[1])))
+        twin = sharing_copy(source)
+        parts.append(_tensors_of(twin(*cut[0], **cut[1])))
+        _compare_held(held_numbers(twin), held_numbers(one))
     batch, tokens = (shape[0], shape[1]) if dim else (1, shape[0])
     return all(_joins(list(pieces), all_, batch, tokens) for *pieces, all_ in zip(*parts, wanted, strict=True))
 
@@ -346,3 +352,11 @@ def _compare(found: Tensor, wanted: Tensor, what: str, floor: float = 0.0) -> No
         scale = float(wanted.detach().abs().max()) + 1e-30
         error = float((found - wanted).detach().abs().max()) / scale
         raise DifferenceError(f"{what} would be off by {error:.0%}")
+
+
+def _compare_held(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """What a forward has written to buffers and attributes: every rank's are to be those of the whole."""
+    for name, value in wanted.items():
+        mine = found.get(name, value)
+        if not (mine.shape == value.shape and torch.equal(mine.nan_to_num(), value.nan_to_num())):
+            _compare(mine.double(), value.double(), f"what it writes to {name}")
