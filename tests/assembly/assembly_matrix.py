@@ -2,7 +2,7 @@
 
 Greedy and deterministic: cells are drawn at random, from a fixed seed, around a combination that is not covered, and
 the one that covers most is taken. A combination that no legal cell has (by the rules of `fastpar.layouts`, and `fits`)
-is left out when 150 draws around it have found none.
+is left out when 150 draws around it have found none. What cells that run anyway combine need not be combined again.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import fastpar as fp
@@ -57,6 +57,19 @@ def cell_of(x: Choice) -> Cell:
     return Cell(" ".join(words) or "one rank", **named)
 
 
+def choice_of(cell: Cell) -> Choice:
+    """The values of factors that a cell has; none of one whose numbers are compared less closely, or on a grid."""
+    layout = cell.layout
+    if cell.precision != "fp64" or "grid" in cell.words:
+        return {}
+    has: Choice = {name: getattr(layout, name) for name in ("tp", "cp", "ep", "etp", "dp_replicate", "dp_shard")}
+    has |= {"pp": layout.pipeline.schedule if layout.pp > 1 else "none", "sp": layout.sequence_parallel}
+    has |= {"zero": layout.zero.stage, "offload": layout.zero.offload, "recompute": layout.recompute}
+    has |= {"accumulate": layout.accumulate}
+    has |= {name: getattr(cell, name) for name in ("model", "tied", "frozen", "optimizer")}
+    return {name: value for name, value in has.items() if value in FACTORS[name]}
+
+
 @functools.cache
 def shape(model: str, tied: bool) -> ModelShape:
     """As rules know the models of the cells."""
@@ -75,10 +88,13 @@ def fits(x: Choice, most_ranks: int) -> bool:
 
 
 @functools.cache
-def covering_array(strength: int, most_ranks: int, seed: int = 0) -> tuple[Cell, ...]:
-    """Cells that have every combination of `strength` values together that any legal cell has."""
+def covering_array(strength: int, most_ranks: int, given: tuple[Cell, ...] = (), seed: int = 0) -> tuple[Cell, ...]:
+    """Cells that have, with the given ones, every combination of `strength` values together that any legal cell has."""
     draw = random.Random(seed)
     missing = dict.fromkeys(_combinations(strength))
+    for cell in given:
+        for each in _combinations_of(choice_of(cell), strength):
+            missing.pop(each, None)
     found: list[Choice] = []
     while missing:
         target = next(iter(missing))
@@ -94,6 +110,11 @@ def covering_array(strength: int, most_ranks: int, seed: int = 0) -> tuple[Cell,
         for each in _combinations_of(best, strength):
             missing.pop(each, None)
     return tuple(cell_of(x) for x in found)
+
+
+def pairs_of(cells: Iterable[Cell]) -> set[Combination]:
+    """All pairs of values of factors that one of these cells has."""
+    return {each for cell in cells for each in _combinations_of(choice_of(cell), 2)}
 
 
 def _combinations(strength: int) -> Iterator[Combination]:
