@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
+import time
 import types
 from typing import Any, ClassVar
 
@@ -87,6 +89,19 @@ class MLPWithNorm(MLP):
         gate, up = self.a(x).chunk(2, -1)
         hidden = torch.tanh(gate) * up
         return self.b(hidden - hidden.mean(-1, keepdim=True))
+
+
+class MLPOfOneThread(MLP):
+    """Calls what fails in two threads at once, as torch's tracers do."""
+
+    turn = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.a(x).chunk(2, -1)
+        assert self.turn.acquire(blocking=False)
+        time.sleep(0.01)
+        self.turn.release()
+        return self.b(torch.tanh(gate) * up)
 
 
 class MLPWithSecondResult(MLP):
@@ -243,6 +258,10 @@ def test_two_halves_in_one_weight_are_split_apiece() -> None:
     plan = proven_plan(Model(MLP), 3)
     assert kinds(Model(MLP), 3) == SPLIT_MLP
     assert parse_style("", plan["stack.0.parts.part0.a"]).sections == 2
+
+
+def test_virtual_ranks_take_turns() -> None:
+    assert kinds(Model(MLPOfOneThread), 3) == SPLIT_MLP
 
 
 @pytest.mark.parametrize("part", [MLPWithResidual, MLPWithScale])

@@ -620,6 +620,24 @@ def test_blocks_of_a_written_plan_are_tried_in_the_stages_of_a_pipeline() -> Non
     run_ranks(4, _stages)
 
 
+class SoftmaxWithoutBackward(Softmax):
+    def middle(self, h: Tensor) -> Tensor:
+        if h.requires_grad:
+            raise NotImplementedError("no backward on a CPU")  # as flex attention
+        return super().middle(h)
+
+
+@torch.no_grad()
+def _without_backward() -> None:
+    parallel = fp.parallelize(Model(SoftmaxWithoutBackward), dist.group.WORLD, BLOCKS)
+    with pytest.raises(ValueError, match="would compute something else than whole"):
+        parallel(torch.zeros(2, TOKENS, dtype=torch.long))
+
+
+def test_blocks_that_have_no_backward_are_tried_without_one() -> None:
+    run_ranks(2, _without_backward)
+
+
 def test_blocks_that_no_ids_reach_are_tried_by_what_they_are_called_with_first() -> None:
     run_ranks(2, _images)
 

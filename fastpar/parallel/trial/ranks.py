@@ -29,19 +29,30 @@ class DifferenceError(TrialError):
 
 
 class ThreadMeeting:
-    """A place where the threads of a trial exchange tensors; an error of one is an error of all."""
+    """A place where the threads of a trial exchange tensors; an error of one is an error of all.
+
+    turn   held by the thread that runs, as compilers and tracers that a module's code calls fail in two at once
+    """
 
     def __init__(self, size: int):
         self.size = size
+        self.turn = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_S)
         self.slots: list[Any] = [None] * size
 
     def exchange(self, rank: int, value: Tensor) -> list[Tensor]:
         self.slots[rank] = value
-        self.barrier.wait()
+        self._wait()
         everyone = list(self.slots)
-        self.barrier.wait()
+        self._wait()
         return everyone
+
+    def _wait(self) -> None:
+        self.turn.release()
+        try:
+            self.barrier.wait()
+        finally:
+            self.turn.acquire()
 
 
 @dataclass

@@ -69,8 +69,19 @@ class Trial:
         except TrialError:
             raise
         except Exception as error:  # of the module's own code: any
+            self._run_without_gradients(sequence, source)
             text = str(error).split("\n")[0][:120]
             raise CodeError(f"its code fails on {self.size} parts: {type(error).__name__}: {text}") from None
+
+    def _run_without_gradients(self, sequence: bool, source: nn.Module) -> None:
+        """TrialError for other outputs of code that has no backward here, as flex attention on a CPU."""
+        try:
+            with torch.no_grad():
+                self._run(sequence, source)
+        except TrialError:
+            raise
+        except Exception:  # as with gradients
+            return
 
     def _run(self, sequence: bool, source: nn.Module) -> dict[str, str]:
         shape = self.call.hidden().shape
@@ -91,6 +102,8 @@ class Trial:
             _compare(out, wanted[0], "its output")
         for *_, held in ranks:
             _compare_held(held, wanted[3])
+        if not torch.is_grad_enabled():
+            return {}
         self.floor = max((float(g.abs().max()) for g in wanted_grads if g is not None and g.numel()), default=0.0)
         losses = [(out * part).sum() for out, part in zip(outs, parts, strict=True)]
         num_inputs = len(wanted[1])
@@ -138,14 +151,15 @@ class Trial:
         return out, leaves, params, held_numbers(twin)
 
     def _ranks(self, source: nn.Module, inputs: Any, sequence: bool, shape: torch.Size) -> list[Any]:
-        meeting = ThreadMeeting(self.size)
+        meeting, has_grad = ThreadMeeting(self.size), torch.is_grad_enabled()
         results: list[Any] = [None] * self.size
         errors: list[BaseException | None] = [None] * self.size
 
         def work(index: int) -> None:
             try:
                 rank = VirtualRank(meeting, index, sequence, shape[1])
-                results[index] = self._rank(source, inputs, rank, shape)
+                with meeting.turn, torch.set_grad_enabled(has_grad):
+                    results[index] = self._rank(source, inputs, rank, shape)
             except BaseException as error:
                 errors[index] = error
                 meeting.barrier.abort()
