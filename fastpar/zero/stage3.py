@@ -55,6 +55,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from fastpar.comm.callers import refuse_other_threads
 from fastpar.ops._autograd import in_backward
 from fastpar.optim._masters import version_of
 from fastpar.tensor.dtensor_data import check_own_part
@@ -291,6 +292,7 @@ class Stage3:
         """The model is about to run: forget what a pass that has failed left."""
         if in_backward():  # of a checkpoint
             return
+        refuse_other_threads(self.model, self.groups.shard.group)
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) or torch._C._get_tracing_state():
             raise RuntimeError(
                 "a traced graph (make_fx, torch.jit.trace) would hold parameters that stage 3 gathers for a forward "

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from fastpar.comm import Communicator
+from fastpar.comm.callers import refuse_other_threads
 from fastpar.parallel.guards.agreement import InputGuard
 from fastpar.parallel.guards.draws import DrawGuard
 from fastpar.parallel.guards.eager import EagerLook, warn_of_skipped_checks
@@ -128,6 +129,7 @@ class Watch:
             if not any(self.cadence.calls) and self.comm.size > 1:
                 warn_of_skipped_checks()
             return
+        refuse_other_threads(model, self.comm.group)
         if torch._C._are_functorch_transforms_active():
             _refuse_transforms(model, args, kwargs)
         if self.gradients.is_watching:
