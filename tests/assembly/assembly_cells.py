@@ -33,6 +33,7 @@ class Cell:
     frozen: bool = False
     optimizer: str = "adamw"
     precision: str = "fp64"
+    layers: int = 4
 
     @property
     def layout(self) -> fp.Layout:
@@ -50,7 +51,7 @@ def build(cell: Cell) -> nn.Module:
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 24,
-        "num_hidden_layers": 4,
+        "num_hidden_layers": cell.layers,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "tie_word_embeddings": cell.tied,
@@ -119,7 +120,7 @@ def microbatches(layout: fp.Layout) -> list[Tensor]:
 
 def reference(cell: Cell, steps: int = STEPS) -> Reference:
     parts = microbatches(cell.layout) if cell.model == "experts" else [torch.arange(ROWS)]
-    alike = Cell("one rank", cell.model, cell.tied, cell.frozen, cell.optimizer)
+    alike = Cell("one rank", cell.model, cell.tied, cell.frozen, cell.optimizer, layers=cell.layers)
     return _reference(alike, tuple(tuple(rows.tolist()) for rows in parts), steps)
 
 
