@@ -28,7 +28,16 @@ from fastpar.parallel.styles import (
     WholeStyle,
 )
 from fastpar.parallel.styles.linear import is_rowwise, splits_features
-from fastpar.parallel.trial import CodeError, RecordedCall, Trial, TrialError, holds_linears, is_linear, is_per_token
+from fastpar.parallel.trial import (
+    CodeError,
+    RecordedCall,
+    Trial,
+    TrialError,
+    holds_linears,
+    is_linear,
+    is_per_token,
+    keeps_results,
+)
 from fastpar.pretrained.adapters import is_adapter
 
 _KEPT = (ExpertStyle, DropoutStyle, ReplicateStyle, VocabStyle)  # declared inside a layer, and right without a trial
@@ -123,7 +132,7 @@ class LayerPlan:
         note = reason and f"left whole: {reason}"
         # Where the tokens decide which parameters are used, ranks with parts of them would disagree on whose gradients
         # to sum.
-        works_on_parts = not _chooses_parameters(module) and not call.keeps_results
+        works_on_parts = not _chooses_parameters(module) and not (self.sequence and keeps_results(module, call))
         if not self.sequence or (works_on_parts and is_per_token(module, call, self.size)):
             if note:
                 self.settled[path] = WholeStyle(note=note, is_fallback=True)
@@ -191,7 +200,7 @@ class LayerPlan:
                 yield {**styles, **dict.fromkeys(sliced, HeadsStyle())}, False
 
     def _try(self, path: str, module: nn.Module, call: RecordedCall, styles: dict[str, Style]) -> dict[str, Style]:
-        if call.uses_others or call.keeps_results:
+        if call.uses_others or keeps_results(module, call):
             raise TrialError("what it computes beside the hidden states may be used by other modules")
         splits = block_splits(module, styles, self.size, self.path + "." + path)
         trial = Trial(module, call, styles, splits, self.size)

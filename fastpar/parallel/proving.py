@@ -49,6 +49,7 @@ from fastpar.parallel.trial import (
     Trial,
     TrialError,
     is_linear,
+    keeps_results,
     noisy_copy,
     record_calls,
     recorded,
@@ -241,9 +242,9 @@ def _refuse_wrong_block(
         ) from None
     except TrialError:
         return False
-    if call.keeps_results:
+    if keeps_results(module, call):
         raise ValueError(
-            f"{where} keeps tensors that it computes (attributes with a gradient, such as a balance loss), of which "
+            f"{where} keeps tensors that it computes (in attributes or lists, such as a balance loss), of which "
             f"each rank would have those of its own heads or features. {advice}"
         )
     for name, kind in kinds.items():

@@ -119,6 +119,17 @@ class MLPThatKeeps(MLP):
         return self.b(torch.tanh(gate) * up)
 
 
+class MLPThatKeepsInDict(MLP):
+    def __init__(self) -> None:
+        super().__init__()
+        self.losses: dict[str, list[Tensor]] = {"gates": []}
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.a(x).chunk(2, -1)
+        self.losses["gates"].append(gate.square().mean())
+        return self.b(torch.tanh(gate) * up)
+
+
 class MLPWithStatistics(MLP):
     """Keeps the largest value that it has seen in training, as observers of ranges do."""
 
@@ -278,6 +289,7 @@ def test_beside_a_residual_linears_are_split_by_themselves_since_its_gradient_wo
         (MLPWithNorm, "its output would be off"),
         (MLPWithStatistics, "what it writes to largest would be off"),
         (MLPThatKeeps, "what it computes beside the hidden states may be used"),
+        (MLPThatKeepsInDict, "what it computes beside the hidden states may be used"),
         (MLPWithSecondResult, "what it computes beside the hidden states may be used"),
     ],
 )
@@ -286,6 +298,19 @@ def test_a_block_that_is_not_the_same_on_parts_is_left_whole_and_says_why(part: 
     assert style.name == "whole"
     assert style.is_fallback
     assert reason in style.note
+
+
+def test_what_hooks_collect_in_a_block_leaves_it_whole_and_is_not_there_before_the_first_forward() -> None:
+    model = Model(MLP)
+    seen: list[Tensor] = []
+    for layer in model.stack:
+        layer.parts.part0.a.register_forward_hook(lambda _m, _a, out: seen.append(out.square().mean()))
+        layer.parts.part0.register_forward_hook(lambda _m, _a, out: seen.append(out.square().mean()))
+    assert kinds(model)["parts.part0"] == "whole"
+    assert seen == []
+    for layer in model.stack:
+        layer.parts.part0.a._forward_hooks.clear()  # the other hook sees what every rank has whole
+    assert kinds(model) == SPLIT_MLP
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import CommError, Communicator
+from fastpar.contracts.made_tensors import MadeTensors
 from fastpar.contracts.rehearsal import own_attributes, same_generators
 from fastpar.parallel.guards.positions import as_it_was
 from fastpar.tensor.grid import GridRegion
@@ -52,18 +53,20 @@ class StreamGuard:
             _warn_of_hooks(model, self.layers)
         self._modes.add(model.training)
         self._before = _kept(model)
-        self.is_running = True
+        self.is_running, made = True, MadeTensors()
         try:
             with torch.no_grad(), same_generators(), as_it_was(model):
-                with whole_stream(self.regions):
+                with whole_stream(self.regions), made:
                     output = model(*args, **kwargs)
                 self._wanted = _numbers(output) | self._changed(model)
+                del output
         except CommError:
             raise
         except Exception as error:  # of the model's own code: any
             _log.info("%s could not be run with its stream whole: %s", type(model).__name__, error)
         finally:
             self.is_running = False
+            made.take_back()
 
     @torch.no_grad()
     def after(self, model: nn.Module, output: Any) -> None:

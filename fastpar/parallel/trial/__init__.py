@@ -23,7 +23,7 @@ from __future__ import annotations
 from fastpar.parallel.trial.calls import RecordedCall, holds_linears, is_linear, record_calls, recorded
 from fastpar.parallel.trial.copies import noisy_copy, structure_copy
 from fastpar.parallel.trial.ranks import CodeError, DifferenceError, TrialError
-from fastpar.parallel.trial.trial import Trial, is_per_token
+from fastpar.parallel.trial.trial import Trial, is_per_token, keeps_results
 
 __all__ = [
     "CodeError",
@@ -34,6 +34,7 @@ __all__ = [
     "holds_linears",
     "is_linear",
     "is_per_token",
+    "keeps_results",
     "noisy_copy",
     "record_calls",
     "recorded",

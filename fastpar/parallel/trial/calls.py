@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpar.contracts.rehearsal import Example, attributes_as_they_were, own_attributes, same_generators
+from fastpar.contracts.made_tensors import MadeTensors
+from fastpar.contracts.rehearsal import Example, attributes_as_they_were, same_generators
 from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.sequence import map_hidden
 
@@ -24,9 +25,10 @@ class RecordedCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     uses_others: bool = False  # the model's output depends on some of the tensors it returns beside the hidden states
-    keeps_results: bool = False  # it holds tensors that it has computed
+    keeps_results: bool | None = None  # tensors that it computes outlive the call: `trial.keeps_results` finds out
     reads: list[str] = field(default_factory=list)  # linears inside that were called with the hidden states themselves
     order: list[str] = field(default_factory=list)  # linears inside in the order of their calls
+    lists: list[Any] = field(default_factory=list)  # that the model's code has put tensors into, and what was in them
 
     def hidden(self) -> Tensor:
         found: list[Tensor] = []
@@ -70,13 +72,11 @@ class _Recorder:
         return hook
 
     def _leave(self, path: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-            is_first = path not in self.marks
-            marks = self.marks.setdefault(path, [])
+        def hook(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
             call = self.calls[path]
-            if is_first:
+            if path not in self.marks:
                 call.uses_others = self._left_something(path, args, kwargs)
-                call.keeps_results = _keeps_results(module)
+            marks = self.marks.setdefault(path, [])
             if not isinstance(output, tuple):
                 return None
             floats = [isinstance(value, Tensor) and value.is_floating_point() for value in output]
@@ -100,6 +100,7 @@ class _Recorder:
     def finish(self, output: Any) -> None:
         for handle in self.handles:
             handle.remove()
+        self._arguments.clear()
         leaves = list(output.values()) if isinstance(output, Mapping) else [output]
         ends = [t for t in tree_leaves(leaves) if isinstance(t, Tensor) and t.requires_grad and t.is_floating_point()]
         marks = [(path, mark) for path, marks in self.marks.items() for mark in marks]
@@ -111,13 +112,6 @@ class _Recorder:
                 self.calls[path].uses_others = True
 
 
-def _keeps_results(module: nn.Module) -> bool:
-    """True if a module inside holds a tensor that it has computed, where others may read it."""
-    held = (value for child in module.modules() for value in own_attributes(child).values())
-    flat = (v for value in held for v in (value if isinstance(value, list | tuple) else (value,)))
-    return any(isinstance(value, Tensor) and value.grad_fn is not None for value in flat)
-
-
 def record_calls(
     model: nn.Module, paths: Iterable[str], num_tokens: int, example: Example | None = None
 ) -> dict[str, RecordedCall]:
@@ -126,7 +120,8 @@ def record_calls(
     example  what it is called with; None: two sequences of so many random ids
 
     Modules that were not called are left out. The model is in eval mode for the time of the run; its buffers, what
-    modules keep as numbers, tensors and lists of them, and the generators of random numbers are as before afterwards.
+    modules keep as numbers, tensors and lists of them, and the generators of random numbers are as before afterwards;
+    lists elsewhere have lost what the run has put into them.
     Raises whatever the model does.
     """
     modes = {module: module.training for module in model.modules()}
@@ -134,10 +129,11 @@ def record_calls(
     args, kwargs = _random_ids(model, num_tokens) if example is None else example.copy()
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
+    made, output = MadeTensors(), None
     with attributes_as_they_were(model), same_generators():  # around the hooks, which are gone when it ends
         recorder = _Recorder(model, paths)
         try:
-            with warnings.catch_warnings(), torch.enable_grad():
+            with warnings.catch_warnings(), torch.enable_grad(), made:
                 warnings.simplefilter("ignore")
                 model.eval()
                 output = model(*args, **kwargs)
@@ -150,6 +146,10 @@ def record_calls(
             with torch.no_grad():
                 for buffer, value in buffers.values():
                     buffer.copy_(value)
+    del output
+    lists = made.take_back()
+    for call in recorder.calls.values():
+        call.lists = lists
     return recorder.calls
 
 

@@ -39,7 +39,7 @@ def noisy_copy(module: nn.Module) -> nn.Module:
             memo[id(config)] = _eager(config, memo)
         if is_stacked(child):
             memo[id(child)] = _AnyExperts()
-    return copy.deepcopy(module, memo).eval()
+    return _deep_copy(module, memo).eval()
 
 
 def structure_copy(module: nn.Module) -> nn.Module:
@@ -84,7 +84,12 @@ def _copy_with(module: nn.Module, data: Callable[[Tensor], Tensor]) -> nn.Module
     for child in module.modules():
         memo |= {id(v): v.detach().clone() for v in vars(child).values() if isinstance(v, Tensor)}
     memo |= {id(child.config): child.config for child in module.modules() if "config" in child.__dict__}
-    return copy.deepcopy(module, memo)
+    return _deep_copy(module, memo)
+
+
+def _deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    with _TensorsWithoutHistory(Tensor.clone):  # losses that objects of the module's code hold
+        return copy.deepcopy(module, memo)
 
 
 @torch.no_grad()

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm import shard_range
+from fastpar.contracts.made_tensors import MadeTensors, put_back_lists
+from fastpar.contracts.rehearsal import same_generators
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, ReplicateStyle, Style
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
@@ -72,6 +74,8 @@ class Trial:
             self._run_without_gradients(sequence, source)
             text = str(error).split("\n")[0][:120]
             raise CodeError(f"its code fails on {self.size} parts: {type(error).__name__}: {text}") from None
+        finally:
+            put_back_lists(self.call.lists)
 
     def _run_without_gradients(self, sequence: bool, source: nn.Module) -> None:
         """TrialError for other outputs of code that has no backward here, as flex attention on a CPU."""
@@ -266,6 +270,32 @@ class Trial:
         return "partial"
 
 
+def keeps_results(module: nn.Module, call: RecordedCall) -> bool:
+    """True if tensors that a module computes stay where others may read them when it has returned: in attributes, in
+    lists, wherever hooks inside have put them."""
+    if call.keeps_results is None:
+        with warnings.catch_warnings(), torch.enable_grad():
+            warnings.simplefilter("ignore")
+            try:
+                source = noisy_copy(module)
+                call.keeps_results = any(_keeps_results(twin, call) for twin in (source, training_copy(source)))
+            except Exception:  # of the module's own code: any
+                call.keeps_results = False
+    return call.keeps_results
+
+
+def _keeps_results(twin: nn.Module, call: RecordedCall) -> bool:
+    inputs, _ = fresh_leaves(Trial(twin, call, {}, {}, 1)._inputs(call.hidden().shape, _seeded()))
+    twin._forward_hooks.clear()  # which see what it returns
+    made = MadeTensors()
+    with same_generators(), made:
+        twin(*inputs[0], **inputs[1])
+    del inputs
+    is_kept = any(x.grad_fn is not None for x in made.left())
+    put_back_lists(call.lists)
+    return is_kept
+
+
 def is_per_token(module: nn.Module, call: RecordedCall, size: int) -> bool:
     """True if a module computes each token by itself: the same for a part of the sequence as for all of it.
 
@@ -284,6 +314,8 @@ def is_per_token(module: nn.Module, call: RecordedCall, size: int) -> bool:
             return all(_is_per_token(trial, mode, inputs, dim) for mode in modes)
         except Exception:  # of the module's own code: any
             return False
+        finally:
+            put_back_lists(call.lists)
 
 
 def _is_per_token(trial: Trial, source: nn.Module, inputs: Any, dim: int) -> bool:
