@@ -136,6 +136,12 @@ class Zero:
 
     def reduce_gradients(self) -> None:
         """Reduce what has not been reduced yet, as `optimizer.step()` does. Collective."""
+        self._reduce()
+        pipe = None if self._pipe is None else self._pipe()
+        if pipe is not None:
+            pipe.note_gradients()
+
+    def _reduce(self) -> None:
         for reducer in self._reducers:
             reducer.reduce_now()
             reducer.show()  # also where nothing was left to be reduced
@@ -454,7 +460,7 @@ class Zero:
         """Reduce, and see by how much gradients are to be clipped; False where the step is to be skipped."""
         total = self._sum_if_final() if len(self._reducers) == 1 and self.clipping.needs_sum else None
         if total is None:
-            self.reduce_gradients()
+            self._reduce()
             self._cast_gradients()
             total = self.clipping.sum(self.params, self.groups) if self.clipping.needs_sum else None
         return self.clipping.prepare(total, self.params, self.groups, optimizer)

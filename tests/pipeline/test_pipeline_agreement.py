@@ -90,6 +90,35 @@ def test_ranks_with_other_models_schedules_or_batches_are_told_so_on_every_rank(
         assert found["left out"] == ""
 
 
+def run_clipped_gradients() -> list[str]:
+    mesh, found = fp.init_mesh(pp=2, device="cpu"), []
+    ids, labels = ids_and_labels()
+    for stage in (None, 1):
+        for clip in (
+            lambda parameters: fp.clip_grad_norm_(parameters, 0.1, mesh=mesh),
+            lambda parameters: nn.utils.clip_grad_value_(parameters, 1e-3 * (1 + dist.get_rank())),
+            lambda parameters: nn.utils.clip_grad_norm_(parameters, 0.1),
+        ):
+            pipe = fp.parallelize_pipeline(llama(), mesh, "1f1b", num_microbatches=MICROBATCHES)
+            optimizer = torch.optim.AdamW(pipe.parameters())
+            zero = None if stage is None else fp.zero.shard(pipe, optimizer, group=mesh, stage=stage, overlap=False)
+            pipe.step(ids, labels=labels)
+            if zero is not None:
+                zero.reduce_gradients()
+            clip(pipe.parameters())
+            optimizer.step()
+            found.append(error_of(lambda pipe=pipe: pipe.evaluate(ids, labels=labels)))
+    return found
+
+
+def test_gradients_that_each_rank_clips_by_the_norm_of_its_own_stages_are_refused() -> None:
+    for whole, by_value, own, *of_zero in run_ranks(2, run_clipped_gradients):
+        assert [whole, by_value, *of_zero[:2]] == [""] * 4
+        for said in (own, of_zero[2]):
+            assert "scaled differently on the ranks" in said
+            assert "fp.clip_grad_norm_(pipe.parameters(), max_norm, mesh=mesh)" in said
+
+
 def run_dropout_seeds() -> None:
     """Ranks may be seeded apart: their dropout masks belong to their own layers."""
     mesh = fp.init_mesh(pp=2, device="cpu")

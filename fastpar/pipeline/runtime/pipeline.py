@@ -32,6 +32,7 @@ from fastpar.arguments import checked
 from fastpar.comm import CommError, PointToPoint
 from fastpar.comm.ranges import annotate
 from fastpar.pipeline.runtime.batch_run import BatchRun, Loss, PipelineCall
+from fastpar.pipeline.runtime.grad_scale import GradScale
 from fastpar.pipeline.runtime.head_run import HeadRun, Purpose
 from fastpar.pipeline.runtime.rank_modules import RankModules
 from fastpar.pipeline.runtime.sharded_head import ShardedHead
@@ -149,6 +150,7 @@ class Pipeline(RankModules):
         self._shared.check_equal()
         self._training = self._program(self.schedule.actions[self.rank])
         self._forward_only = self._program(a for a in self.schedule.flat(self.rank) if a.type in _FORWARD_ONLY)
+        self._scale = GradScale()
         self._results: dict[int, Any] = {}  # by microbatch: losses or outputs of the last stage
         self._times: list[tuple[float, float]] = []
         self._executed: Sequence[Action] = ()
@@ -182,7 +184,13 @@ class Pipeline(RankModules):
                     run.versions.restart()
             self._run(self._training, loss=True)
             self._finish("summing the gradients of shared parameters", self._shared.finish)
+        self.note_gradients()
         return self._total_loss()
+
+    def note_gradients(self) -> None:
+        """Called when gradients are those to step with, as ZeRO does when it has reduced them: see grad_scale.py."""
+        if self._agreement.is_first_or_one_in_many and not self._updates:
+            self._scale.begin(self.parameters())
 
     def evaluate(self, *args: Any, target: Any = None, denominator: float | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch, on every rank, without gradients; arguments and errors as for `step`."""
@@ -281,7 +289,7 @@ class Pipeline(RankModules):
         except Exception as found:  # raised below, on every rank
             error = found
         try:
-            self._agreement.begin_run(error, partial(self._batch.summary, call))
+            self._agreement.begin_run(error, partial(self._batch.summary, call), self._scale.take())
         except BaseException as found:
             self._batch.forget()
             if isinstance(found, CommError):

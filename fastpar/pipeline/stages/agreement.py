@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fastpar.comm import PointToPoint
 from fastpar.comm.plain_data import decode, encode
+from fastpar.pipeline.runtime.grad_scale import compare_factors
 from fastpar.pipeline.schedules.schedule import Schedule
 from fastpar.pipeline.stages.batch import Microbatches
 from fastpar.pipeline.stages.calling import Keywords
@@ -32,6 +33,11 @@ class StageAgreement:
     def __init__(self, p2p: PointToPoint) -> None:
         self._p2p = p2p
         self._runs = 0
+
+    @property
+    def is_first_or_one_in_many(self) -> bool:
+        """Whether the run that has begun last is one whose batches are compared."""
+        return self._runs <= _FIRST or (self._runs - 1) % _EVERY == 0
 
     def gather(self, value: Any) -> list[Any]:
         """The plain values of all ranks, in their order."""
@@ -75,22 +81,26 @@ class StageAgreement:
             for names, takes_any, withheld in each["keywords"]
         ]
 
-    def begin_run(self, error: Exception | None, batch: Callable[[], Mapping[str, Any]]) -> None:
+    def begin_run(
+        self, error: Exception | None, batch: Callable[[], Mapping[str, Any]], factor: float | None = None
+    ) -> None:
         """Before a run: raises on every rank what is wrong on one, and ValueError where the batches differ.
 
         error   what is wrong with this rank's arguments
         batch   `summary` of what it was called with; asked in the first runs and from time to time
+        factor  what the gradients of the last run were scaled by (`GradScale.take`)
         """
-        compares = self._runs < _FIRST or self._runs % _EVERY == 0
         self._runs += 1
+        compares = self.is_first_or_one_in_many
         text = "" if error is None else f"{type(error).__name__}: {error}"
-        notes = self.gather([text, dict(batch()) if compares and error is None else {}])
+        notes = self.gather([text, dict(batch()) if compares and error is None else {}, factor])
         if error is not None:
             raise error
-        for rank, (theirs, _) in enumerate(notes):
+        for rank, (theirs, *_) in enumerate(notes):
             if theirs:
                 raise ValueError(f"rank {rank} of the pipeline cannot run this batch: {theirs}")
-        _compare_batches([found for _, found in notes])
+        _compare_batches([found for _, found, _ in notes])
+        compare_factors([each for *_, each in notes])
 
 
 def summary(args: Sequence[Any], kwargs: Mapping[str, Any], target: Any) -> dict[str, Any]:
