@@ -39,6 +39,7 @@ def _twins(
     name = launch.__name__
 
     def blocking(self: Communicator, *args: P.args, **kwargs: P.kwargs) -> T:
+        _refuse_traces(self, name)
         # Dynamo would break the graph at what the fast path asks of tensors, and compile again once there is one.
         fast = None if torch.compiler.is_dynamo_compiling() else self._selector.fast_path
         if is_fast and fast is not None:
@@ -49,6 +50,7 @@ def _twins(
         return pending.wait()
 
     def background(self: Communicator, *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+        _refuse_traces(self, name)
         pending: Pending[T] = getattr(self._launchers["background"], name)(*args, **kwargs)
         return pending
 
@@ -60,6 +62,18 @@ def _twins(
     blocking.__annotations__ = {**launch.__annotations__, "return": returned}
     blocking.__signature__ = signature.replace(return_annotation=returned)  # type: ignore[attr-defined]
     return blocking, background
+
+
+def _refuse_traces(comm: Communicator, name: str) -> None:
+    """RuntimeError where a graph would have what other ranks send as a constant. torch.compile has ops."""
+    if comm.size == 1 or torch.compiler.is_compiling():
+        return
+    if torch._C._get_tracing_state() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY):
+        raise RuntimeError(
+            f"{name} over {comm.size} ranks: a graph that is traced here (torch.jit.trace, make_fx) would hold what "
+            "this collective has brought as a constant. Take torch.export.export, or trace the model as it was before "
+            "it was split (fastpar.unparallelize)"
+        )
 
 
 class Communicator:

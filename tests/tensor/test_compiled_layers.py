@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import fastpar as fp
@@ -173,6 +174,20 @@ def sharded(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_compiled_layers_take_parameters_of_data_parallelism(stage: int) -> None:
     run_ranks(2, sharded, stage)
+
+
+@torch.no_grad()
+def traced() -> None:
+    warnings.simplefilter("ignore")  # of torch.jit: it is deprecated, and what Python has decided is a constant
+    layer, x = fp.parallelize(Stack(), dist.group.WORLD, PLAN).layers[0], torch.ones(1, 4, 6)
+    layer(x)
+    for trace in (lambda: torch.jit.trace(layer, (x,)), lambda: make_fx(layer)(x)):
+        with pytest.raises(RuntimeError, match="would hold what this collective has brought as a constant"):
+            trace()
+
+
+def test_traces_that_would_hold_sums_over_ranks_are_refused() -> None:
+    run_ranks(2, traced)
 
 
 def whole_language_model() -> tuple[int, int]:
