@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -79,3 +80,9 @@ def check_model(model: Any, function: str) -> None:
             f"{function} got a {type(model).__name__} around the model: pass the model itself (its .{inner[0]}), and "
             "wrap or compile it afterwards"
         )
+    for path, part in model.named_modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{function} cannot change {path or 'the model'}, which torch.jit has scripted or traced: pass a model "
+                "with the Python module in its place"
+            )

@@ -156,6 +156,12 @@ class ShardOptions:
                 "stage 3 gathers parameters for modules, and needs a module or a pipeline as model, got "
                 f"{type(model).__name__}: of a pipeline pass it itself, or use stage=2"
             )
+        for part in model.modules() if self.stage == 3 else ():
+            if isinstance(part, torch.jit.ScriptModule) and any(True for _ in part.parameters()):
+                raise TypeError(
+                    f"stage 3 cannot take the parameters of {part.original_name} apart, which torch.jit has scripted "
+                    "or traced: put the Python module in its place, or use stage=2"
+                )
         if self.offload is not None and self.offload.parameters and self.stage != 3:
             raise ValueError(f"offload of parameters is for stage 3, which shards them; stage is {self.stage}")
         if self.accumulate < 1:

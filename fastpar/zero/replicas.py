@@ -289,7 +289,7 @@ class Connection:
                 astray[param.name] = param, home, param.parameter
         homes = {param.name: home for param, home, _ in self._homes}
         for param, held, attribute in self._places:
-            found = held.get(attribute)
+            found = held[attribute] if attribute in held else None  # noqa: SIM401  (torch.jit's have no `get`)
             if found is not None and found is not param.parameter:
                 astray[param.name] = param, homes[param.name], found
         return bool(astray) and not _is_in_functional_call() and self._bring_back(list(astray.values()))

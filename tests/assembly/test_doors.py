@@ -62,6 +62,10 @@ def test_what_is_no_model_is_refused_with_what_to_pass() -> None:
     mesh = fp.init_mesh()
     with pytest.raises(ValueError, match=around):
         fp.parallelize_pipeline(compiled, mesh, num_microbatches=1)
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = nn.Sequential(torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(TypeError, match=r"cannot change 0, which torch.jit has scripted or traced"):
+        fp.parallelize(scripted, None, {"0": "colwise"})
     mesh.close()
 
 

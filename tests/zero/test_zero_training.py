@@ -670,6 +670,33 @@ def compiled_runs() -> list[Parameters]:
     return found
 
 
+def scripted_runs() -> list[Parameters]:
+    warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
+    found = []
+    for stage in (None, 0, 2, 3):
+        torch.manual_seed(0)
+        model = nn.Sequential(torch.jit.script(nn.Linear(7, 5)), nn.Linear(5, 2, bias=False))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if stage == 3:
+            with pytest.raises(TypeError, match=r"cannot take the parameters of Linear apart.* or use stage=2"):
+                shard(model, optimizer, stage)
+            return found
+        if stage is not None:
+            shard(model, optimizer, stage)
+        for step in range(2):
+            (loss_of_all(model, step, 2) if stage is None else loss_here(model, step)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(whole_values(model))
+    return found
+
+
+def test_modules_of_torch_jit_train_up_to_stage_2() -> None:
+    for expected, *runs in run_ranks(2, scripted_runs):
+        for stage, found in zip((0, 2), runs, strict=True):
+            assert_close(found, expected, stage)
+
+
 def step_of(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[tuple[Tensor, Tensor]]) -> None:
     torch.stack([nn.functional.mse_loss(model(x), y) for x, y in batches]).mean().backward()
     fp.clip_grad_norm_(model.parameters(), 0.1)
