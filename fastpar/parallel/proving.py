@@ -180,7 +180,8 @@ class UntriedBlock:
                 trial(),
                 same_generators(),
                 # A second run of the block has no trial: what one saves must not count, nor be kept, as the block's.
-                saved_tensors_hooks(lambda x: x, lambda x: x),
+                # Detached: an output that its own graph saved as it is would never be freed.
+                saved_tensors_hooks(Tensor.detach, lambda x: x),
                 recording(Tape()),
                 _disable_current_modes(),
                 torch.inference_mode(False),
