@@ -49,6 +49,13 @@ def blank(cls: type[Any]) -> Any:
     return layer
 
 
+def class_like(original: type[Any], /, *before: type[Any], **namespace: Any) -> type[Any]:
+    """A subclass with what stands before and in the namespace, for `Adoption`. It has the name of the original: others
+    go by it, as transformers does to find out what a model can record, and users who sort parameters."""
+    same = {name: getattr(original, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(original.__name__, (*before, original), same | namespace)
+
+
 class Adoption:
     """Turns an existing module into a parallel one in place, and back.
 

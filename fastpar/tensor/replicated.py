@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.arguments import checked
-from fastpar.tensor.binding import Adoption, GroupLike, bind
+from fastpar.tensor.binding import Adoption, GroupLike, bind, class_like
 from fastpar.tensor.grid_layout import GridLayout
 from fastpar.tensor.parameter import (
     MakeParameter,
@@ -160,8 +160,7 @@ def replicate(
         name: _alias_property(name) if name in aliases else _unwrapping_property(name) for name in own
     }
     namespace["register_parameter"] = _register_parameter_of(original)
-    namespace["__module__"], namespace["__doc__"] = original.__module__, original.__doc__
-    adoption = Adoption(module, type(f"Replicated{original.__name__}", (ParallelModule, original), namespace))
+    adoption = Adoption(module, class_like(original, ParallelModule, **namespace))
     parallel: Any = module
     rows = rows or {}
     summed = (own if sum_grad else ()) if isinstance(sum_grad, bool) else sum_grad

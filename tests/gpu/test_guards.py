@@ -22,6 +22,7 @@ from tests.dist import run_ranks
 from tests.models import VOCAB, build_model, logits_of
 from tests.moe.moe_models import VOCAB as EXPERT_VOCAB
 from tests.moe.moe_models import build as build_experts
+from tests.tensor.family_models import tiny_model
 
 LAYER = {"layers.*": "stream", "layers.*.mlp": "block", "layers.*.mlp.0": "colwise", "layers.*.mlp.2": "rowwise"}
 
@@ -344,8 +345,11 @@ def test_parameter_of_a_block_itself_needs_a_style_and_a_partial_gradient_is_not
 # ---- parts that leave the model
 
 
-def _recorded_outputs(sequence_parallel: bool) -> None:
-    plain = build_model("llama", torch.float64, attn_implementation="eager")
+def _recorded_outputs(model_type: str, sequence_parallel: bool) -> None:
+    if model_type == "llama":
+        plain = build_model(model_type, torch.float64, attn_implementation="eager")
+    else:
+        plain = tiny_model(model_type, "HrmTextForCausalLM", attn_implementation="eager").double()
     parallel = fp.parallelize(copy.deepcopy(plain), dist.group.WORLD, sequence_parallel=sequence_parallel)
     ids = torch.arange(26).view(2, 13)
     options = {"output_hidden_states": True, "output_attentions": True, "use_cache": False}
@@ -364,9 +368,10 @@ def _recorded_outputs(sequence_parallel: bool) -> None:
             )
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
-def test_hidden_states_and_attentions_come_back_whole(sequence_parallel: bool) -> None:
-    run_ranks(2, _recorded_outputs, sequence_parallel)
+# HRM's model has a parameter of its own, and transformers goes by the name of its class.
+@pytest.mark.parametrize(("model_type", "sequence_parallel"), [("llama", False), ("llama", True), ("hrm_text", False)])
+def test_hidden_states_and_attentions_come_back_whole(model_type: str, sequence_parallel: bool) -> None:
+    run_ranks(2, _recorded_outputs, model_type, sequence_parallel)
 
 
 def _router_loss() -> None:

@@ -45,7 +45,7 @@ from fastpar.parallel.stacked_experts import (
 from fastpar.parallel.styles.base import Style, SwapContext, stored
 from fastpar.pretrained.adapters import is_adapter
 from fastpar.tensor import layout_of
-from fastpar.tensor.binding import Adoption, BoundGroup
+from fastpar.tensor.binding import Adoption, BoundGroup, class_like
 from fastpar.tensor.grid_layout import AxisCut, GridLayout
 from fastpar.tensor.parameter import MakeParameter, ParallelModule, ParameterLayout, RowMap, install_state_dict_hooks
 
@@ -256,8 +256,7 @@ def spread_experts(
     original = type(module)
     names = own_parameters(module)
     namespace: dict[str, Any] = {name: _weight_property(name) for name in names}
-    namespace |= {"forward": _forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    adoption = Adoption(module, type(f"Parallel{original.__name__}", (ParallelExperts, original), namespace))
+    adoption = Adoption(module, class_like(original, ParallelExperts, forward=_forward, **namespace))
     parallel = cast(ParallelExperts, module)
     sharing = None if etp is None or etp.comm.size == 1 else etp
     alone = ep.comm.size == 1 and sharing is None and tp is not None
@@ -295,6 +294,4 @@ def _routing_forward(self: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
 
 def route_tokens(parent: nn.Module) -> Adoption:
     """Let the module around Llama 4's experts send each token to those it has chosen alone; in place."""
-    original = type(parent)
-    namespace = {"forward": _routing_forward, "__module__": original.__module__, "__doc__": original.__doc__}
-    return Adoption(parent, type(f"Routing{original.__name__}", (original,), namespace))
+    return Adoption(parent, class_like(type(parent), forward=_routing_forward))
