@@ -40,6 +40,7 @@ from fastpar.zero.grad_clipping import GradClipping
 from fastpar.zero.groups import Groups, as_dtensor, held_index, local
 from fastpar.zero.hooks import ForwardHook, LoadStates, ZeroGrad, hook_casts
 from fastpar.zero.masters import Masters
+from fastpar.zero.newcomers import Newcomers
 from fastpar.zero.offload.shard_store import DiskStates, use_files
 from fastpar.zero.optimizer_step import SCALER_SCALARS, KeptCounts, Stepper
 from fastpar.zero.options import NamedParameters, ShardOptions
@@ -117,6 +118,7 @@ class Zero:
             if options.offload is not None and options.offload.path is not None:
                 self._disks = self._use_files(self._make_disks, "write")
         self._masters.note_versions()
+        self._newcomers = None if model is None or not groups.joined() else Newcomers(model)
         self._handles = self._hook()
 
     # ---- what users call
@@ -300,6 +302,8 @@ class Zero:
             each.remove()
         for handle in self._handles:
             handle.remove()
+        if self._newcomers is not None:
+            self._newcomers.remove()
         for disk in self._disks.values():
             disk.close()
 
@@ -611,6 +615,8 @@ class Zero:
         if torch.is_grad_enabled():
             self._has_run = True
             self._waiting.clear()
+            if self._newcomers is not None and self.model is not None:
+                self._newcomers.check(self.model)
             for reducer in self._reducers:
                 reducer.begin_forward()
 

@@ -447,6 +447,40 @@ def strange_group() -> None:
             optimizer.step()
 
 
+def late_module() -> None:
+    for stage in STAGES:
+        model: Any = Net()
+        shard(model, make_optimizer("sgd", model.parameters()), stage)
+        model.last = nn.Linear(13, 2).requires_grad_(False)
+        loss_here(model, 0).backward()
+        model.last.requires_grad_(True)
+        with pytest.raises(
+            RuntimeError, match=r"last\.(bias|weight) has come into the model after fastpar\.zero\.shard"
+        ):
+            loss_here(model, 1).backward()
+    model = Net()
+    optimizers = [make_optimizer("sgd", model.parameters())]
+    shard(model, optimizers[0], 1)
+    torch.manual_seed(dist.get_rank())
+    model.last = nn.Linear(13, 2)
+    model.average = copy.deepcopy(model.first)  # has no gradient
+    optimizers.append(make_optimizer("sgd", model.last.parameters()))
+    with pytest.warns(UserWarning, match="different"):
+        shard(model.last, optimizers[1], 1)
+    for step in range(2):
+        loss_here(model, step).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    values = [torch.empty_like(model.last.weight) for _ in range(SIZE)]
+    dist.all_gather(values, model.last.weight.detach())
+    assert torch.equal(*values)
+
+
+def test_gradients_of_a_module_that_has_come_later_are_refused_unless_it_is_sharded_too() -> None:
+    run_ranks(SIZE, late_module)
+
+
 def test_a_parameter_that_was_made_later_is_refused() -> None:
     run_ranks(SIZE, strange_group)
 
