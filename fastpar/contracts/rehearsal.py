@@ -107,6 +107,25 @@ def attributes_as_they_were(model: nn.Module) -> Iterator[Callable[[], None]]:
         rewind()
 
 
+@contextlib.contextmanager
+def buffers_as_they_were(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Undo what code has written to buffers; yields what does so at once."""
+    held = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+
+    @torch.no_grad()
+    def rewind() -> None:
+        for buffer, value in held:
+            if buffer.shape != value.shape:  # as of quantization's observers, which learn how many channels there are
+                buffer.resize_(value.shape)
+            if not torch.equal(buffer, value):  # else autograd, which may have saved it, would find it changed
+                buffer.copy_(value)
+
+    try:
+        yield rewind
+    finally:
+        rewind()
+
+
 def _is_data(*values: Any) -> bool:
     """Whether one of an attribute's values, before and after, is a number, a text, nothing or a container."""
     plain = (bool, int, float, complex, str, tuple, *CONTAINERS)

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator, gather_from, shard_sizes
-from fastpar.contracts.rehearsal import same_generators
+from fastpar.contracts.rehearsal import attributes_as_they_were, buffers_as_they_were, same_generators
 
 _ROWS = 3  # of the random input
 _METADATA = ("dtype", "device", "shape", "ndim", "requires_grad", "is_cuda", "is_meta", "layout", "is_leaf")
@@ -223,7 +223,9 @@ def prove_own_forward(path: str, module: nn.Module, comm: Communicator, split: C
     reason = ""
     try:
         for training in (False, True):
-            with same_generators() as has_drawn:
+            # Of modules inside, as observers of quantization, which the twins share.
+            kept = attributes_as_they_were(module), buffers_as_they_were(module)
+            with kept[0], kept[1], same_generators() as has_drawn:
                 found = _compare(_twin(module, training), comm, split)
                 reason = reason or ("" if training and has_drawn() else found)  # draws: the guards look at them
     except (TypeError, ValueError, RuntimeError, IndexError, AttributeError, NotImplementedError) as error:

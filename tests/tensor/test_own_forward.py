@@ -100,6 +100,31 @@ class AdapterLinear(nn.Linear):
         return super().forward(x) + x @ self.low.t() @ self.high.t()
 
 
+class Observer(nn.Module):
+    """As those of quantization: a number in a buffer, and another in an attribute."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(1))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        self.calls += 1
+        return x
+
+
+class ObservedLinear(nn.Linear):
+    def __init__(self, *sizes: int):
+        super().__init__(*sizes)
+        self.observer = Observer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.observer(x))
+
+
 class Mlp(nn.Module):
     def __init__(self, up: nn.Module, down: nn.Module):
         super().__init__()
@@ -167,6 +192,17 @@ def _kept(classes: dict[str, type]) -> None:
 @pytest.mark.parametrize("classes", CLASSES, ids=lambda classes: "-".join(c.__name__ for c in classes.values()))
 def test_forward_of_a_subclass_is_kept_around_the_parallel_weight(classes: dict[str, type]) -> None:
     run_ranks(3, _kept, classes)
+
+
+def _observed() -> None:
+    net = fp.parallelize(Net(up=ObservedLinear), dist.group.WORLD, PLAN)
+    assert isinstance(net.mlp.up, ColumnParallelLinear)
+    seen = [m for m in net.modules() if isinstance(m, Observer)]
+    assert [(float(m.largest), m.calls) for m in seen] == [(0.0, 0)]
+
+
+def test_what_modules_inside_a_forward_of_its_own_count_is_left_alone() -> None:
+    run_ranks(2, _observed)
 
 
 def _patched() -> nn.Module:

@@ -579,6 +579,31 @@ def test_a_model_that_cannot_be_run_and_is_not_known_is_refused() -> None:
         auto_plan(nn.Sequential(nn.Linear(2, 2)))
 
 
+class MLPThatObserves(MLP):
+    """Learns from its input how many features there are, and how large they get."""
+
+    largest: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = x.detach().abs().amax((0, 1))
+        self.largest.resize_(found.shape).copy_(torch.maximum(self.largest, found) if len(self.largest) else found)
+        return super().forward(x)
+
+
+def test_trials_leave_buffers_of_any_size_alone() -> None:
+    model = Model(MLPThatObserves)
+    assert kinds(model)["parts.part0"] == "block"
+    assert [tuple(buffer.shape) for buffer in model.buffers()] == [(0,), (0,)]
+    for buffer in model.buffers():
+        buffer.resize_(HIDDEN).fill_(0.1)
+    assert kinds(model)["parts.part0"] == "block"
+    assert all((buffer == 0.1).all() for buffer in model.buffers())
+
+
 def test_the_run_leaves_modes_buffers_generators_and_gradients_alone() -> None:
     model = Model(MLP).train()
     model.stack[0].eval()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from fastpar.comm import Communicator
-from fastpar.contracts.rehearsal import attributes_as_they_were
+from fastpar.contracts.rehearsal import attributes_as_they_were, buffers_as_they_were
 from fastpar.tensor.sequence import SequenceRegion, map_hidden, map_output
 
 _log = logging.getLogger("fastpar")
@@ -203,20 +203,21 @@ def _replaced(layer: nn.Module, name: str, output: Any) -> Iterator[None]:
 def as_it_was(layer: nn.Module) -> Iterator[Callable[[], None]]:
     """Leave generators, buffers (running means, counts of tokens) and modules' attributes as they are; yields what sets
     them back."""
-    buffers = [(buffer, buffer.clone()) for buffer in layer.buffers()]
     devices = sorted({b.device.index or 0 for b in layer.parameters() if b.device.type == "cuda"})
-    with attributes_as_they_were(layer) as rewind_attributes, torch.random.fork_rng(devices=devices):
+    with (
+        attributes_as_they_were(layer) as rewind_attributes,
+        buffers_as_they_were(layer) as rewind_buffers,
+        torch.random.fork_rng(devices=devices),
+    ):
         cpu = torch.get_rng_state()
         cuda = {device: torch.cuda.get_rng_state(device) for device in devices}
 
         def rewind() -> None:
             rewind_attributes()
+            rewind_buffers()
             torch.set_rng_state(cpu)
             for device, state in cuda.items():
                 torch.cuda.set_rng_state(state, device)
-            for buffer, value in buffers:
-                if not torch.equal(buffer, value):  # else autograd, which may have saved it, would find it changed
-                    buffer.copy_(value)
 
         try:
             yield rewind

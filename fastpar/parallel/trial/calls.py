@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastpar.contracts.made_tensors import MadeTensors
-from fastpar.contracts.rehearsal import Example, attributes_as_they_were, same_generators
+from fastpar.contracts.rehearsal import Example, attributes_as_they_were, buffers_as_they_were, same_generators
 from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.sequence import map_hidden
 
@@ -125,12 +125,12 @@ def record_calls(
     Raises whatever the model does.
     """
     modes = {module: module.training for module in model.modules()}
-    buffers = {id(buffer): (buffer, buffer.detach().clone()) for buffer in model.buffers()}
     args, kwargs = _random_ids(model, num_tokens) if example is None else example.copy()
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
     made, output = MadeTensors(), None
-    with attributes_as_they_were(model), same_generators():  # around the hooks, which are gone when it ends
+    # Around the hooks, which are gone when it ends.
+    with attributes_as_they_were(model), buffers_as_they_were(model), same_generators():
         recorder = _Recorder(model, paths)
         try:
             with warnings.catch_warnings(), torch.enable_grad(), made:
@@ -143,9 +143,6 @@ def record_calls(
                 handle.remove()
             for module, training in modes.items():
                 module.training = training
-            with torch.no_grad():
-                for buffer, value in buffers.values():
-                    buffer.copy_(value)
     del output
     lists = made.take_back()
     for call in recorder.calls.values():

@@ -29,10 +29,10 @@ def noisy_copy(module: nn.Module) -> nn.Module:
         noise = torch.empty(value.shape).uniform_(-1, 1, generator=generator) * (1.7 * fan_in**-0.5)
         memo[id(param)] = nn.Parameter(value + noise)
     for buffer in module.buffers():
-        value = buffer.detach().cpu()
-        memo[id(buffer)] = value.float() if value.is_floating_point() else value.clone()
+        value = buffer.detach().cpu().clone()  # to be written to
+        memo[id(buffer)] = value.float() if value.is_floating_point() else value
     for child in module.modules():
-        memo |= {id(v): v.detach().cpu() for v in vars(child).values() if isinstance(v, Tensor)}
+        memo |= {id(v): v.detach().cpu().clone() for v in vars(child).values() if isinstance(v, Tensor)}
     for child in module.modules():  # what a deep copy cannot copy, and does not need
         config = child.__dict__.get("config")
         if config is not None:
