@@ -30,6 +30,7 @@ from fastpar.arguments import checked
 from fastpar.comm.wire_formats import Wire
 from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
+from fastpar.tensor.grad_scaling import skip_steps_together
 from fastpar.zero import options
 from fastpar.zero.groups import Groups, GroupsLike
 from fastpar.zero.optimizer_trial import check_sharded_updates
@@ -123,9 +124,7 @@ def shard(
     timeout     seconds until a wait for another rank fails (None: the group's own where it is a Communicator, else 60)
 
     For float16 use `fastpar.LossScaler`. With another scaler and several optimizers call its unscale_ for each before
-    the first step, in which the norm of all is taken. torch.amp.GradScaler works up to stage 2; in stage 3 its ranks
-    may decide differently whether to skip a step, as torch looks at the first gradient only to see whether gradients
-    are sharded, and persistent ones are not.
+    the first step, in which the norm of all is taken. torch.amp.GradScaler skips a step on all ranks, too.
 
     Gradients are means over the ranks: scale the loss by 1 / accumulate, as always. Over a mesh's cp they are summed,
     as each of its ranks has the loss of a part of every sequence, divided by the tokens of all. Reductions begin during
@@ -176,6 +175,7 @@ def shard(
     groups = Groups(group, **like, experts=experts)
     options.check_sharded_elsewhere(named.parameters, groups)
     options.check_context(model, groups)
+    skip_steps_together()
     for each in optimizers:
         check_sharded_updates(each, groups, is_in_parts=chosen.offload is not None and chosen.offload.path is not None)
     if stage == 3 and isinstance(model, Pipeline):

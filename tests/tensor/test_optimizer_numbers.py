@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import fastpar as fp
 from fastpar.tensor import full_parameter
@@ -109,6 +110,34 @@ def test_a_step_that_reads_numbers_is_that_of_one_process(name: str) -> None:
     first, second = run_ranks(2, train_both, name)
     assert first[0] < 1e-12
     assert first[1:] == second[1:]
+
+
+def train_scaled(net: nn.Module) -> tuple[list[float], dict[str, Tensor]]:
+    """With torch's GradScaler; in the second step the last row of a gradient that is split has overflowed."""
+    scaler, optimizer = torch.amp.GradScaler("cpu", init_scale=4.0), torch.optim.AdamW(net.parameters(), lr=0.1)
+    scales = []
+    for step in range(3):
+        optimizer.zero_grad()
+        scaler.scale(net(torch.full((3, 6), 1.0 + step)).square().mean()).backward()
+        grad: Any = net.mlp["up"].weight.grad
+        if step == 1 and (dist.get_rank() == 1 or not isinstance(grad, DTensor)):
+            (grad._local_tensor if isinstance(grad, DTensor) else grad)[-1] = float("inf")
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales, {name: full_parameter(p).detach().clone() for name, p in net.named_parameters()}
+
+
+def train_both_scaled() -> None:
+    scales, whole = train_scaled(build().float())
+    assert scales == [4.0, 2.0, 2.0]
+    found_scales, found = train_scaled(fp.parallelize(build().float(), dist.group.WORLD, PLAN))
+    assert found_scales == scales
+    torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-5)
+
+
+def test_all_ranks_skip_a_step_that_one_has_to_skip() -> None:
+    run_ranks(2, train_both_scaled)
 
 
 def read_around_steps() -> list[bool]:

@@ -118,13 +118,11 @@ def grad_scaler_run(stage: int, kind: str) -> tuple[Parameters, list[float]]:
 
 
 def grad_scaler_runs(kind: str) -> list[tuple[Parameters, list[float]]]:
-    return [grad_scaler_run(stage, kind) for stage in (0, 1, 2)]
+    return [grad_scaler_run(stage, kind) for stage in STAGES]
 
 
 @pytest.mark.parametrize("kind", ["adamw", "ours"])
 def test_torchs_grad_scaler_does_what_it_does_in_one_process(kind: str) -> None:
-    """Not in stage 3, where some may be persistent: torch 2.13 lets ranks decide together where the first gradient
-    of the optimizer is sharded, and alone where it is replicated. LossScaler lets them in any case."""
     with one_thread():
         expected = train_plain(Case(dtype=torch.float16, kind=kind), SIZE)
     skipped = int(expected.pop("skipped"))

@@ -1,7 +1,8 @@
 """Whether the ranks of a pipeline step with gradients that were scaled alike.
 
 torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...) takes the norm of a rank's own stages, and scales the gradients
-of every rank by another number: steps that one process would not make. So a few elements of the gradients are noted
+of every rank by another number: steps that one process would not make. torch.amp.GradScaler comes to other scales where
+one rank has skipped a step. So a few elements of the gradients are noted
 when a run has ended (or ZeRO has reduced them) and looked at when an optimizer steps: where all of them have the same
 factor, the ranks compare it before the next run. What else is done to gradients, such as clipping by value, has none.
 """
@@ -77,7 +78,8 @@ def compare_factors(factors: Sequence[float | None]) -> None:
             f"the last step's gradients were scaled differently on the ranks of the pipeline ({each}): "
             "torch.nn.utils.clip_grad_norm_ takes the norm of a rank's own stages. Write "
             "fp.clip_grad_norm_(pipe.parameters(), max_norm, mesh=mesh), whose norm is the whole model's, or give "
-            "fp.zero.shard or the optimizer of fp.optim max_norm. The weights have been updated by such gradients"
+            "fp.zero.shard or the optimizer of fp.optim max_norm; and fp.LossScaler(mesh=mesh) in the place of torch's "
+            "GradScaler, by which ranks skip steps alone. The weights have been updated by such gradients"
         )
 
 
