@@ -4,9 +4,9 @@
     fp.remove_kernels(model)
 
 A module is known by what it computes and not by its name: it is tried on random numbers against the fused op, and keeps
-its own forward if results differ. It stays the object that it was, with its parameters, hooks and children, and gets a
-class that differs in its forward; so copies, state dicts, optimizers, gradient checkpointing and fully_shard see
-nothing.
+its own forward if results or gradients differ, or if it leaves more than its result. It stays the object that it was,
+with its parameters, hooks and children, and gets a class that differs in its forward; so copies, state dicts,
+optimizers, gradient checkpointing and fully_shard see nothing.
 
 Note: the loss
     The head of a causal model that computes its loss by transformers' next-token loss returns `DeferredLogits` while
@@ -32,12 +32,15 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
 from fastpar.arguments import checked
+from fastpar.contracts.containers import containers_in
+from fastpar.contracts.made_tensors import MadeTensors
+from fastpar.contracts.rehearsal import own_attributes
 from fastpar.ddp import check_model
 from fastpar.ops.linear_cross_entropy import linear_cross_entropy
 from fastpar.ops.rms_norm import rms_norm
 from fastpar.ops.swiglu import swiglu
 from fastpar.parallel.model_methods import calls_loss_function
-from fastpar.tensor.own_forward import runs_forward_of
+from fastpar.tensor.own_forward import has_hooks, runs_forward_of
 
 __all__ = ["apply_kernels", "remove_kernels"]
 
@@ -45,7 +48,9 @@ _log = logging.getLogger("fastpar.apply_kernels")
 M = TypeVar("M", bound=nn.Module)
 _ROWS = 5  # of a trial
 _TOLERANCE = 2e-5  # of the largest number, in float32: a hundred roundings; another activation differs by a tenth
+_GRAD_TOLERANCE = 1e-3  # a sum over rows rounds in another order; one that is not computed is off by more
 _PLAIN = (int, float, str, bool, type(None))
+_TRACES = "it fails by itself, or writes to what it holds or keeps what it computes, which a fused op would not"
 _MACHINERY = frozenset(vars(nn.Module()))  # parameters, children, hooks; `training` too, as trials are in both modes
 
 
@@ -179,18 +184,66 @@ def _agrees(
     fails."""
     generator = torch.Generator(device).manual_seed(1)
     for scale, is_training in itertools.product((1.0, 30.0, *scales), (False, True)):
-        x = torch.randn(2, _ROWS, size, device=device, generator=generator) * scale
+        x = (torch.randn(2, _ROWS, size, device=device, generator=generator) * scale).requires_grad_()
+        weigh = torch.randn(2, _ROWS, size, device=device, generator=generator)
+        leaves = [x, *(p for p in twin.parameters() if p.requires_grad)]
         try:
             # What draws numbers (dropout as a function) differs, and must not move the caller's generators.
-            with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-                wanted, found = twin.train(is_training)(x), ours(x)
+            with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+                outs = wanted, found = twin.train(is_training)(x), ours(x)
+                if not isinstance(wanted, Tensor) or wanted.shape != found.shape or wanted.dtype != found.dtype:
+                    return False
+                grads = [torch.autograd.grad((out * weigh).sum(), leaves, allow_unused=True) for out in outs]
         except Exception:  # of the module's own code: any
             return False
-        if not isinstance(wanted, Tensor) or wanted.shape != found.shape or wanted.dtype != found.dtype:
-            return False
-        if not float((wanted - found).abs().max()) <= _TOLERANCE * float(wanted.abs().max()):
+        pairs = [(wanted, found, _TOLERANCE), *((*each, _GRAD_TOLERANCE) for each in zip(*grads, strict=True))]
+        if not all(_is_near(*pair) for pair in pairs):
             return False
     return True
+
+
+@torch.no_grad()
+def _is_near(wanted: Tensor | None, found: Tensor | None, tolerance: float) -> bool:
+    if wanted is None or found is None:
+        return wanted is found
+    return float((wanted - found).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+def _leaves_traces(twin: nn.Module, size: int, device: torch.device) -> bool:
+    """Whether a module's code writes to what it holds or keeps what it computes, as statistics and losses of
+    activations: a fused op would not."""
+    hooks = dict(twin._forward_hooks)  # which see what the fused module returns, too
+    twin._forward_hooks.clear()
+    made, is_written = MadeTensors(), False
+    try:
+        for is_training in (False, True):
+            before = _held(twin.train(is_training))
+            with torch.enable_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []), made:
+                twin(torch.randn(2, _ROWS, size, device=device, requires_grad=True))
+            is_written = is_written or _held(twin) != before
+        return is_written or bool(made.left())
+    except Exception:  # of the module's own code: any
+        return True
+    finally:
+        made.take_back()
+        twin._forward_hooks.update(hooks)
+
+
+def _held(module: nn.Module) -> list[Any]:
+    """What shows that something has been written to buffers, attributes and the containers in them."""
+    found: list[Any] = [(id(buffer), buffer._version) for buffer in module.buffers()]
+    for child in module.modules():
+        own = own_attributes(child)
+        found += [(k, v if isinstance(v, _PLAIN) else id(v)) for k, v in own.items()]
+        found += [len(container) for container in containers_in(own.values())]
+    return found
+
+
+def _settings(module: nn.Module, but: str = "") -> dict[str, Any]:
+    """What decides what a module computes beside its parameters: numbers, functions and kinds of children."""
+    own = {k: v for k, v in own_attributes(module).items() if isinstance(v, _PLAIN) or callable(v)}
+    own |= {name: type(child) for name, child in module._modules.items() if not isinstance(child, nn.Linear)}
+    return {k: v for k, v in own.items() if k not in (but, "layer_idx") and not k.startswith("_")}
 
 
 # ---- norms
@@ -208,6 +261,8 @@ def _norm_class(module: nn.Module) -> type[nn.Module] | str:
     twin = _trial_copy(module)
     if isinstance(twin, str):
         return twin
+    if _leaves_traces(twin, len(weight), weight.device):
+        return _TRACES
     for attribute in sorted(k for k, v in vars(module).items() if isinstance(v, float) and 0 <= v < 0.1):
         for offset in (0.0, 1.0):
             ours = functools.partial(_normed, name=name, eps=attribute, offset=offset)
@@ -215,7 +270,7 @@ def _norm_class(module: nn.Module) -> type[nn.Module] | str:
             root = getattr(module, attribute) ** 0.5
             small = (root, 0.01 * root, 1e-5)
             if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device, small):
-                return _fused_class(type(module), _FusedModule, forward=_norm_forward(name, attribute, offset))
+                return _fused_class(type(module), _FusedModule, forward=_norm_forward(module, name, attribute, offset))
     return "it computes something else than an RMSNorm"
 
 
@@ -223,10 +278,13 @@ def _normed(module: nn.Module, x: Tensor, *, name: str, eps: str, offset: float)
     return rms_norm(x, getattr(module, name), eps=getattr(module, eps), weight_offset=offset)
 
 
-def _norm_forward(name: str, eps: str, offset: float) -> Callable[..., Tensor]:
+def _norm_forward(module: nn.Module, name: str, eps: str, offset: float) -> Callable[..., Tensor]:
+    settings = _settings(module, eps)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A gate, say; or a dtype that it would return.
-        if kwargs or len(args) != 1 or args[0].dtype != getattr(self, name).dtype:
+        is_other = kwargs or len(args) != 1 or args[0].dtype != getattr(self, name).dtype
+        if is_other or _settings(self, eps) != settings:
             return _own_forward(self)(*args, **kwargs)
         return _normed(self, args[0], name=name, eps=eps, offset=offset)
 
@@ -263,11 +321,14 @@ def _mlp_class(module: nn.Module) -> type[nn.Module] | str:
     twin = _trial_copy(module)
     if isinstance(twin, str):
         return twin
+    first = next(iter(linears.values()))
+    if _leaves_traces(twin, first.in_features, first.weight.device):
+        return _TRACES
     for names in _roles(linears):
         first = linears[names[0]]
         ours = functools.partial(_gated, names=names)
         if _agrees(twin, first.in_features, functools.partial(ours, twin), first.weight.device):
-            return _fused_class(type(module), _FusedModule, forward=_mlp_forward(names))
+            return _fused_class(type(module), _FusedModule, forward=_mlp_forward(module, names))
     return "it computes something else than down(silu(gate(x)) * up(x))"
 
 
@@ -289,9 +350,12 @@ def _gated(module: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
     return out
 
 
-def _mlp_forward(names: tuple[str, ...]) -> Callable[..., Tensor]:
+def _mlp_forward(module: nn.Module, names: tuple[str, ...]) -> Callable[..., Tensor]:
+    settings = _settings(module)
+
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if kwargs or len(args) != 1:
+        others = [child for name, child in self._modules.items() if name not in names]  # which are not called
+        if kwargs or len(args) != 1 or any(map(has_hooks, others)) or _settings(self) != settings:
             return _own_forward(self)(*args, **kwargs)
         return _gated(self, args[0], names=names)
 

@@ -203,6 +203,59 @@ class EpsOutside(Norm):
         return hidden / (hidden.pow(2).mean(-1, keepdim=True).sqrt() + self.eps) * self.scale
 
 
+class Observing(Norm):
+    """Keeps the largest number that it has seen in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.zeros(()))
+
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        if self.training:
+            self.largest.copy_(torch.maximum(self.largest, x.detach().abs().max()))
+        return super().forward(x, gate)
+
+
+class Penalised(Gated):
+    """Keeps a loss for others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.penalty = self.b(x).square().mean()
+        return super().forward(x)
+
+
+class StoppingGradients(Gated):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.a(x) * self.act(self.b(x)).detach())
+
+
+def test_what_a_module_does_beside_its_result_and_in_backward_counts() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Observing(), Penalised(), StoppingGradients(), Gated())
+    fp.apply_kernels(model)
+    assert [type(each).__name__ for each in model if type(each) in (Observing, Penalised, StoppingGradients)] == [
+        "Observing",
+        "Penalised",
+        "StoppingGradients",
+    ]
+    assert type(model[3]) is not Gated
+
+
+def test_what_is_changed_later_is_computed_with() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Norm(), Gated(nn.SiLU()), Gated(nn.SiLU()))
+    plain = copy.deepcopy(model)
+    fp.apply_kernels(model)
+    seen: list[Tensor] = []
+    for each in (model, plain):
+        each[0].offset, each[0].eps = 0.5, 0.1
+        each[1].act = nn.GELU()
+        each[2].act.register_forward_hook(lambda _m, _a, out: seen.append(out))
+    x = torch.randn(3, 8)
+    torch.testing.assert_close(model(x), plain(x))
+    assert len(seen) == 2
+
+
 def test_trials_tell_apart_what_differs_in_training_in_small_rows_or_in_a_function() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), Gated(nn.functional.gelu), Dropping(), TwoNumbers(), EpsOutside()).eval()
