@@ -590,7 +590,8 @@ class MLPThatObserves(MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         found = x.detach().abs().amax((0, 1))
-        self.largest.resize_(found.shape).copy_(torch.maximum(self.largest, found) if len(self.largest) else found)
+        found = torch.maximum(self.largest, found) if len(self.largest) else found
+        self.largest.resize_(found.shape).copy_(found)
         return super().forward(x)
 
 
