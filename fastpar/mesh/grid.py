@@ -197,6 +197,12 @@ class Mesh:
         """Itself: a copied module goes over the same groups."""
         return self
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "a Mesh is not pickled, as its groups connect this process: give workers, and datasets that are sent to "
+            'them, the numbers that they need, such as mesh.rank("dp") and mesh.size("dp")'
+        )
+
     def _view(
         self, maker: GroupMaker, dims: tuple[str, ...], known: dict[str, ProcessGroup] | None = None
     ) -> DeviceMesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import pickle
 import subprocess
 import sys
 import weakref
@@ -187,6 +188,8 @@ def test_one_process_without_a_launcher_gets_a_mesh_that_dtensors_can_use(monkey
         assert torch.equal(distribute_tensor(x, mesh["tp"], [Shard(0)]).full_tensor(), x)
         assert repr(mesh) == "Mesh(world_size=1, device_type='cpu')"
         assert copy.deepcopy(mesh) is mesh
+        with pytest.raises(TypeError, match=r'give workers.* such as mesh\.rank\("dp"\)'):
+            pickle.dumps(mesh)
     finally:
         mesh.close()
     assert not dist.is_initialized()
