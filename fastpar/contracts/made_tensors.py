@@ -13,11 +13,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class MadeTensors(TorchFunctionMode):
-    """Notes the tensors that are made while it is entered: where there are gradients, those with a history."""
+    """Notes the tensors that are made while it is entered: where there are gradients, those with a history.
 
-    def __init__(self) -> None:
+    lists   remember which lists there are, for `take_back`
+    """
+
+    def __init__(self, *, lists: bool = False) -> None:
         super().__init__()
         self._made: list[Any] = []
+        self._lists = {id(x) for x in gc.get_objects() if type(x) is list} if lists else set()
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -33,11 +37,11 @@ class MadeTensors(TorchFunctionMode):
         return [x for made in self._made if (x := made()) is not None]
 
     def take_back(self) -> list[tuple[list[Any], list[Any]]]:
-        """Take those that are left out of lists, of which a loss may be the sum when they are next looked at. Returns
-        these lists, and what was in them before."""
+        """Take those that are left out of lists that were there before, of which a loss may be the sum when they are
+        next looked at; a new list may be what a cache has. Returns these lists, and what was in them before."""
         left = self.left()
         ids = {id(x) for x in left}
-        holders = [x for x in gc.get_referrers(*left) if type(x) is list and x is not left] if left else []
+        holders = [x for x in gc.get_referrers(*left) if type(x) is list and id(x) in self._lists] if left else []
         before = [(holder, [x for x in holder if id(x) not in ids]) for holder in holders]
         put_back_lists(before)
         return before

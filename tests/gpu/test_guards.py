@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -132,6 +133,31 @@ def _other_embeddings() -> None:
 
 def test_floating_point_inputs_are_compared_too() -> None:
     run_ranks(2, _other_embeddings)
+
+
+@functools.cache
+def _scales(length: int) -> list[Tensor]:
+    return [torch.full((length, 1), 2.0)]
+
+
+class CachingStack(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * _scales(x.size(1))[0])
+
+
+def _cached_lists() -> None:
+    torch.manual_seed(0)
+    model = CachingStack(Layer(), Layer())
+    x = torch.randn(2, 9, 6)  # as many positions as no trial has
+    expected = model(x)
+    _scales.cache_clear()
+    fp.parallelize(model, dist.group.WORLD, LAYER, sequence_parallel=True)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_lists_that_the_first_forward_puts_into_a_cache_stay_there() -> None:
+    run_ranks(2, _cached_lists)
 
 
 def _other_seeds() -> None:

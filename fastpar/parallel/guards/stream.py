@@ -53,7 +53,7 @@ class StreamGuard:
             _warn_of_hooks(model, self.layers)
         self._modes.add(model.training)
         self._before = _kept(model)
-        self.is_running, made = True, MadeTensors()
+        self.is_running, made = True, MadeTensors(lists=True)
         try:
             with torch.no_grad(), same_generators(), as_it_was(model):
                 with whole_stream(self.regions), made:

@@ -128,7 +128,7 @@ def record_calls(
     args, kwargs = _random_ids(model, num_tokens) if example is None else example.copy()
     if "use_cache" in inspect.signature(model.forward).parameters:
         kwargs.setdefault("use_cache", False)
-    made, output = MadeTensors(), None
+    made, output = MadeTensors(lists=True), None
     # Around the hooks, which are gone when it ends.
     with attributes_as_they_were(model), buffers_as_they_were(model), same_generators():
         recorder = _Recorder(model, paths)
