@@ -23,7 +23,7 @@ import itertools
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -130,13 +130,23 @@ def remove_kernels(model: M) -> M:
             own: Any = module
             if isinstance(own.loss_function, FusedLoss):  # else somebody has given it another
                 own.loss_function = own.loss_function.own
-        vars(module).pop("_defers", None)
+        for name in ("_defers", "_has_changed"):
+            vars(module).pop(name, None)
         module.__class__ = type(module).__bases__[1]
     return model
 
 
 class _FusedModule:
     """The mark of classes that `apply_kernels` makes; each stands before the class that a module had."""
+
+    _tried_settings: tuple[dict[str, Any], str] | None = None  # which kernels stand for, but for that one's value
+    _has_changed = False  # whether they are others now
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if not name.startswith("_") and self._tried_settings is not None:  # here and not in forwards, which are many
+            settings, but = self._tried_settings
+            vars(self)["_has_changed"] = _settings(cast(nn.Module, self), but) != settings
 
 
 def _fused_class(base: type[nn.Module], mark: type, **namespace: Any) -> type[nn.Module]:
@@ -270,7 +280,12 @@ def _norm_class(module: nn.Module) -> type[nn.Module] | str:
             root = getattr(module, attribute) ** 0.5
             small = (root, 0.01 * root, 1e-5)
             if _agrees(twin, len(weight), functools.partial(ours, twin), weight.device, small):
-                return _fused_class(type(module), _FusedModule, forward=_norm_forward(module, name, attribute, offset))
+                return _fused_class(
+                    type(module),
+                    _FusedModule,
+                    forward=_norm_forward(name, attribute, offset),
+                    _tried_settings=(_settings(module, attribute), attribute),
+                )
     return "it computes something else than an RMSNorm"
 
 
@@ -278,13 +293,11 @@ def _normed(module: nn.Module, x: Tensor, *, name: str, eps: str, offset: float)
     return rms_norm(x, getattr(module, name), eps=getattr(module, eps), weight_offset=offset)
 
 
-def _norm_forward(module: nn.Module, name: str, eps: str, offset: float) -> Callable[..., Tensor]:
-    settings = _settings(module, eps)
-
+def _norm_forward(name: str, eps: str, offset: float) -> Callable[..., Tensor]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A gate, say; or a dtype that it would return.
         is_other = kwargs or len(args) != 1 or args[0].dtype != getattr(self, name).dtype
-        if is_other or _settings(self, eps) != settings:
+        if is_other or self._has_changed:
             return _own_forward(self)(*args, **kwargs)
         return _normed(self, args[0], name=name, eps=eps, offset=offset)
 
@@ -328,7 +341,9 @@ def _mlp_class(module: nn.Module) -> type[nn.Module] | str:
         first = linears[names[0]]
         ours = functools.partial(_gated, names=names)
         if _agrees(twin, first.in_features, functools.partial(ours, twin), first.weight.device):
-            return _fused_class(type(module), _FusedModule, forward=_mlp_forward(module, names))
+            return _fused_class(
+                type(module), _FusedModule, forward=_mlp_forward(names), _tried_settings=(_settings(module), "")
+            )
     return "it computes something else than down(silu(gate(x)) * up(x))"
 
 
@@ -350,12 +365,10 @@ def _gated(module: Any, x: Tensor, *, names: tuple[str, ...]) -> Tensor:
     return out
 
 
-def _mlp_forward(module: nn.Module, names: tuple[str, ...]) -> Callable[..., Tensor]:
-    settings = _settings(module)
-
+def _mlp_forward(names: tuple[str, ...]) -> Callable[..., Tensor]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         others = [child for name, child in self._modules.items() if name not in names]  # which are not called
-        if kwargs or len(args) != 1 or any(map(has_hooks, others)) or _settings(self) != settings:
+        if kwargs or len(args) != 1 or any(map(has_hooks, others)) or self._has_changed:
             return _own_forward(self)(*args, **kwargs)
         return _gated(self, args[0], names=names)
 
