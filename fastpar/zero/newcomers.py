@@ -17,7 +17,7 @@ class Newcomers:
     def __init__(self, model: nn.Module) -> None:
         self._known = {id(parameter) for parameter in model.parameters()}
         self._names: WeakKeyDictionary[nn.Module, frozenset[str]] = WeakKeyDictionary()
-        for module in model.modules():
+        for _, module in _modules(model):
             self._names[module] = frozenset(module._parameters)
         self._frozen: list[tuple[str, Tensor]] = []
         self._handles: list[Any] = []
@@ -27,7 +27,7 @@ class Newcomers:
         """Before a forward: the backward pass that gives one a gradient is to raise RuntimeError."""
         if self._now() != self._seen:
             self._see(model)
-            for path, module in model.named_modules():
+            for path, module in _modules(model):
                 names = self._names.setdefault(module, frozenset())
                 for name, parameter in module._parameters.items():
                     if parameter is not None and name not in names and id(parameter) not in self._known:
@@ -44,7 +44,7 @@ class Newcomers:
             handle.remove()
 
     def _see(self, model: nn.Module) -> None:
-        modules = list(model.modules())
+        modules = [module for _, module in _modules(model)]
         self._children = [module._modules for module in modules]
         self._own = [module._parameters for module in modules]
         self._seen = self._now()
@@ -52,6 +52,11 @@ class Newcomers:
     def _now(self) -> list[Any]:
         # No loop in Python, as this is in every forward. Lists compare their items by identity first.
         return [*chain.from_iterable(map(dict.values, self._children)), *map(len, self._own)]
+
+
+def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Those that parameters may come into: not torch.jit's, which have no dicts of them."""
+    return [(path, module) for path, module in model.named_modules() if isinstance(module._parameters, dict)]
 
 
 def _refuse(name: str, parameter: Any) -> None:
