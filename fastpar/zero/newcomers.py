@@ -34,8 +34,8 @@ class Newcomers:
                         self._known.add(id(parameter))
                         self._frozen.append((f"{path}.{name}" if path else name, parameter))
         if self._frozen:
-            for name, parameter in [x for x in self._frozen if x[1].requires_grad]:
-                self._handles.append(parameter.register_post_accumulate_grad_hook(partial(_refuse, name)))
+            for name, thawed in [x for x in self._frozen if x[1].requires_grad]:
+                self._handles.append(thawed.register_post_accumulate_grad_hook(partial(_refuse, name)))
             self._frozen = [x for x in self._frozen if not x[1].requires_grad]
 
     def remove(self) -> None:
