@@ -470,7 +470,8 @@ def _layout_in(module: nn.Module, name: str) -> ParameterLayout | None:
 
 def _is_rows_of(value: Tensor, layout: ParameterLayout) -> bool:
     """Whether data parallelism has cut what tensor parallelism stores."""
-    return isinstance(value, DTensor) and len(value.placements) > len(layout.placements)
+    num_placements = 0 if layout.mesh is None else len(layout.placements)  # of what one rank alone has, no DTensor
+    return isinstance(value, DTensor) and len(value.placements) > num_placements
 
 
 def _canonical_state(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
