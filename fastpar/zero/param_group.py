@@ -31,7 +31,7 @@ from fastpar.optim._masters import version_of
 from fastpar.precision import Precision
 from fastpar.tensor.dtensor_data import set_wrapper
 from fastpar.tensor.held import DataOfDTensors
-from fastpar.tensor.parameter import ROWS_OF
+from fastpar.tensor.parameter import ROWS_OF, ParallelModule
 from fastpar.zero.flat import FlatLayout, MemoryPool
 from fastpar.zero.groups import Groups, as_parameter, cast_parameter, contiguous_stride, local, own_storage, set_local
 from fastpar.zero.offload.shard_store import ShardStore
@@ -361,9 +361,10 @@ class ParamGroup:
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         for places, parameter in zip(self._places, parameters, strict=True):
             for module, attribute in places:
-                if type(module).__setattr__ is nn.Module.__setattr__:
+                # torch's recurrent layers keep a list of their weights; tensor-parallel ones make it in every forward.
+                if type(module).__setattr__ is nn.Module.__setattr__ or isinstance(module, ParallelModule):
                     module._parameters[attribute] = parameter
-                else:  # torch's recurrent layers keep a list of their weights
+                else:
                     setattr(module, attribute, parameter)
 
 

@@ -223,3 +223,41 @@ def test_pipelines_train_as_with_plain_averaging_tied_weights_included() -> None
         assert torch.equal(first["embed_tokens.weight"], last["lm_head.weight"])
         assert_same(found[0][number][0], found[1][number][0])
     assert_same(found[0][0][0], found[0][1][0], "stages 0 and 2 in bfloat16")
+
+
+# ---- recurrent layers
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.rnn, self.last = nn.GRU(6, 5, batch_first=True), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(self.rnn(x)[0])
+        return out
+
+
+def recurrent_run() -> None:
+    values = []
+    for stage in (0, 3):
+        mesh = fp.init_mesh(dp_shard=2)
+        model = Recurrent()
+        if stage == 3:  # as `parallelize` keeps it whole on tensor-parallel ranks
+            fp.tensor.replicate(model.rnn, mesh.group("tp"))
+        optimizer = adamw(model.parameters())
+        fp.zero.shard(model, optimizer, group=mesh, stage=stage)
+        for step in range(2):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(10 * step + mesh.rank("dp")))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        values.append({name: fp.tensor.full_parameter(p) for name, p in model.named_parameters()})
+        mesh.close()
+    for name, value in values[0].items():
+        torch.testing.assert_close(values[1][name], value, msg=name)
+
+
+def test_recurrent_layers_that_tensor_parallel_ranks_have_whole_are_sharded() -> None:
+    run_ranks(2, recurrent_run)
