@@ -33,8 +33,7 @@ from torch.utils._pytree import tree_map
 
 from fastpar.arguments import checked
 from fastpar.contracts.containers import containers_in
-from fastpar.contracts.made_tensors import MadeTensors
-from fastpar.contracts.rehearsal import own_attributes
+from fastpar.contracts.rehearsal import MadeTensors, own_attributes
 from fastpar.ddp import check_model
 from fastpar.ops.linear_cross_entropy import linear_cross_entropy
 from fastpar.ops.rms_norm import rms_norm

@@ -21,8 +21,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.experimental import register_sharding
 
 from fastpar.tensor.dtensor_data import take_data
-from fastpar.tensor.grad_scaling import skip_steps_together
-from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps
+from fastpar.tensor.optimizer_numbers import is_in_step, read_whole_numbers_in_steps, skip_steps_together
 from fastpar.tensor.optimizer_rows import order_states_by_the_model
 from fastpar.tensor.optimizer_trial import try_in_first_steps
 

@@ -30,7 +30,7 @@ from fastpar.arguments import checked
 from fastpar.comm.wire_formats import Wire
 from fastpar.pipeline import Pipeline
 from fastpar.precision import Precision
-from fastpar.tensor.grad_scaling import skip_steps_together
+from fastpar.tensor.optimizer_numbers import skip_steps_together
 from fastpar.zero import options
 from fastpar.zero.groups import Groups, GroupsLike
 from fastpar.zero.optimizer_trial import check_sharded_updates

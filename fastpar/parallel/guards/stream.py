@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import CommError, Communicator
-from fastpar.contracts.made_tensors import MadeTensors
-from fastpar.contracts.rehearsal import own_attributes, same_generators
+from fastpar.contracts.rehearsal import MadeTensors, own_attributes, same_generators
 from fastpar.parallel.guards.positions import as_it_was
 from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.sequence import SequenceRegion, whole_stream

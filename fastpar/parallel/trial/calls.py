@@ -12,8 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastpar.contracts.made_tensors import MadeTensors
-from fastpar.contracts.rehearsal import Example, attributes_as_they_were, buffers_as_they_were, same_generators
+from fastpar.contracts.rehearsal import (
+    Example,
+    MadeTensors,
+    attributes_as_they_were,
+    buffers_as_they_were,
+    same_generators,
+)
 from fastpar.parallel.trial.copies import own_copy
 from fastpar.tensor.sequence import map_hidden
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from fastpar.comm import shard_range
-from fastpar.contracts.made_tensors import MadeTensors, put_back_lists
-from fastpar.contracts.rehearsal import same_generators
+from fastpar.contracts.rehearsal import MadeTensors, put_back_lists, same_generators
 from fastpar.parallel.heads import HeadSplit
 from fastpar.parallel.styles import BlockStyle, GatheredStyle, HeadsStyle, ReplicateStyle, Style
 from fastpar.parallel.styles.linear import is_colwise, is_rowwise, splits_features
