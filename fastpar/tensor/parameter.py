@@ -389,6 +389,17 @@ def unwrap(param: Tensor, layout: ParameterLayout, *, sum_grad: bool = False) ->
     return layout.pick(local) if picks_rows else local
 
 
+def _refuse_whole(name: str, param: Tensor, layout: ParameterLayout) -> None:
+    """TypeError for a plain tensor that is not this rank's part, of which the others would have another one."""
+    assert layout.rows is not None
+    if not layout.placement.is_replicate() and param.shape[layout.dim] != layout.rows.size(layout.comm.rank):
+        raise TypeError(
+            f"{name} is a plain tensor of the shape {list(param.shape)} here, and was split over {layout.num_ranks} "
+            "ranks: give functional_call tensors as the split model has them (such as p.detach().clone() of its "
+            "named_parameters()); load_state_dict takes whole ones"
+        )
+
+
 class ParallelModule(nn.Module):
     """What all modules with sharded parameters share: the layout of each, and how it survives conversions and copies.
 
@@ -403,7 +414,9 @@ class ParallelModule(nn.Module):
     ) -> None:
         """Register the parallel parameter for `full`; `make` may return one that exists already (tied weights)."""
         self.__dict__.setdefault("_layouts", {})[name] = layout
-        self.register_parameter(name, None if full is None else (make or make_parameter)(full, layout))
+        made = None if full is None else (make or make_parameter)(full, layout)
+        self._parameters[name] = None  # not the whole one, which `_local` refuses
+        self.register_parameter(name, made)
 
     def _local(self, name: str, *, sum_grad: bool = False) -> Tensor | None:
         if name not in self._parameters:
@@ -411,8 +424,12 @@ class ParallelModule(nn.Module):
                 f"{type(self).__name__} has no parameter {name!r} any more: parametrizations, weight_norm and "
                 "pruning put it elsewhere. Apply them before fastpar.parallelize, or between unparallelize and it"
             )
-        param = self._parameters[name]
-        return None if param is None else unwrap(param, self._layouts[name], sum_grad=sum_grad)
+        param, layout = self._parameters[name], self._layouts[name]
+        if param is None:
+            return None
+        if not isinstance(param, DTensor) and type(layout) is ParameterLayout and layout.rows is not None:
+            _refuse_whole(name, param, layout)
+        return unwrap(param, layout, sum_grad=sum_grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         with torch.no_grad():

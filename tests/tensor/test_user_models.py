@@ -279,6 +279,21 @@ def test_backward_hooks_in_blocks_are_warned_of_and_transforms_refused() -> None
     run_ranks(2, _backward_hooks)
 
 
+def _lent_values() -> None:
+    whole = Model()
+    values = {name: 2 * p.detach() for name, p in whole.named_parameters()}
+    split = fp.parallelize(Model(), dist.group.WORLD, {"head": "vocab"})
+    own = {name: 2 * p.detach() for name, p in split.named_parameters()}
+    out = torch.func.functional_call(split, own, ids()).full_tensor()
+    torch.testing.assert_close(out, torch.func.functional_call(whole, values, ids()))
+    with pytest.raises(TypeError, match=r"weight is a plain tensor of the shape .* as the split model has them"):
+        torch.func.functional_call(split, values, ids())
+
+
+def test_whole_tensors_that_are_lent_to_a_split_model_are_refused() -> None:
+    run_ranks(2, _lent_values)
+
+
 def _hooks() -> None:
     model = Model()
     model.blocks[1].mlp.up.register_forward_hook(lambda _m, _a, out: F.layer_norm(out, out.shape[-1:]))
