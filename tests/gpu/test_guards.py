@@ -160,6 +160,25 @@ def test_lists_that_the_first_forward_puts_into_a_cache_stay_there() -> None:
     run_ranks(2, _cached_lists)
 
 
+def _fewer_layers(sequence_parallel: bool) -> None:
+    model = _stack(Layer(), Layer(), Layer())
+    plain = Stack(*copy.deepcopy(list(model.layers)[:2]))
+    fp.parallelize(model, dist.group.WORLD, LAYER, sequence_parallel=sequence_parallel)
+    x = torch.randn(2, 8, 6, generator=torch.Generator().manual_seed(0))
+    model(x)
+    del model.layers[-1]
+    if sequence_parallel:  # the last one has made the sequence whole
+        with pytest.raises(ValueError, match="computes something else than without"):
+            model(x)
+    else:
+        torch.testing.assert_close(model(x), plain(x))
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
+def test_a_model_is_looked_at_again_when_layers_are_taken_out(sequence_parallel: bool) -> None:
+    run_ranks(2, _fewer_layers, sequence_parallel)
+
+
 def _other_seeds() -> None:
     model = _stack(Layer(nn.Dropout(0.3)))
     fp.parallelize(model, dist.group.WORLD, LAYER)

@@ -47,11 +47,13 @@ class MemberGuard:
             handle.remove()
         self._handles = []
 
-    def check(self, model: nn.Module) -> None:
-        """ValueError names a trainable parameter that is not of the model that was parallelised."""
+    def check(self, model: nn.Module) -> bool:
+        """True if modules have come, gone or moved since the last forward. ValueError names a trainable parameter that
+        is not of the model that was parallelised."""
         # No loop in Python, as this is in every forward. Lists compare their items by identity first.
-        if (self._holders or self._leaves) and not any(self._leaves) and self._now() == self._children:
-            return
+        is_first = not (self._holders or self._leaves)
+        if not is_first and not any(self._leaves) and self._now() == self._children:
+            return False
         for name, parameter in model.named_parameters():
             if parameter.requires_grad and not isinstance(parameter, DTensor) and layout_of(parameter) is None:
                 raise ValueError(
@@ -67,6 +69,7 @@ class MemberGuard:
         children = [module._modules for module in model.modules()]
         self._holders, self._leaves = [c for c in children if c], [c for c in children if not c]
         self._children = self._now()
+        return not is_first
 
     def _trial(self, name: str, block: str) -> Any:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,10 @@ class StreamGuard:
         self._modes: set[bool] = set()
         self._wanted: Found | None = None
         self._before: dict[str, Any] = {}
+
+    def restart(self) -> None:
+        """The model has changed: compare again."""
+        self._modes.clear()
 
     def before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Run the model on what it is called with, and leave it as it was."""
@@ -96,10 +100,16 @@ class StreamGuard:
         return {name: x for name, x in _kept(model).items() if self._before.get(name) is not x}
 
 
+def modules_at(model: nn.Module, paths: Iterable[str]) -> dict[str, nn.Module]:
+    """Those that are there: layers may have been taken out of the model since it was parallelised."""
+    there = dict(model.named_modules(remove_duplicate=False))
+    return {path: there[path] for path in paths if path in there}
+
+
 def _warn_of_hooks(model: nn.Module, layers: Sequence[str]) -> None:
     """Hooks of others see a part of what a layer, or a module inside, takes and gives."""
-    for path in layers:
-        for name, module in model.get_submodule(path).named_modules(prefix=path):
+    for path, layer in modules_at(model, layers).items():
+        for name, module in layer.named_modules(prefix=path):
             hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
             if any(not (getattr(hook, "__module__", None) or "").startswith(("fastpar.", "torch.")) for hook in hooks):
                 _log.warning(

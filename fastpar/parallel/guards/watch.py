@@ -23,7 +23,7 @@ from fastpar.parallel.guards.eager import EagerLook, warn_of_skipped_checks
 from fastpar.parallel.guards.gradients import GradientGuard
 from fastpar.parallel.guards.members import MemberGuard
 from fastpar.parallel.guards.positions import PositionGuard
-from fastpar.parallel.guards.stream import StreamGuard
+from fastpar.parallel.guards.stream import StreamGuard, modules_at
 from fastpar.tensor.dropout import LayoutDropout
 from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.held import DataOfDTensors
@@ -47,6 +47,10 @@ class Cadence:
 
     def __deepcopy__(self, memo: Any) -> Cadence:
         return Cadence(self.first, self.every)
+
+    def restart(self) -> None:
+        """Look at the first calls from now on, unless stopped."""
+        self.calls = [0, 0]
 
     def stop(self) -> None:
         """No further call is one to look at."""
@@ -135,7 +139,9 @@ class Watch:
         if self.gradients.is_watching:
             self.gradients.stop()  # the forward before: its backward is over, or nobody waits for what it would say
         self.remove()  # what a forward or backward that has failed has left
-        self.members.check(model)
+        if self.members.check(model):  # such as a last layer, whose output was made whole, taken out
+            self.cadence.restart()
+            self.stream.restart()
         if not self.cadence.next(model.training):
             return
         if self.data is not None:
@@ -155,7 +161,7 @@ class Watch:
             self.gradients.start(model.named_parameters())
         split = {path: region for path, region in self.plan.layers.items() if region is not None}
         self.positions.start(
-            {path: (model.get_submodule(path), region) for path, region in split.items()},
+            {path: (layer, split[path]) for path, layer in modules_at(model, split).items()},
             [*self.plan.blocks, *self.plan.gathered],
         )
 
@@ -200,8 +206,8 @@ _SPLIT_STREAM = (
 
 def _warn_of_backward_hooks(model: nn.Module, blocks: Sequence[str]) -> bool:
     """Whether there are some: hooks of others on a block or within, where the sum over the ranks is still to come."""
-    for path in blocks:
-        for name, module in model.get_submodule(path).named_modules(prefix=path):
+    for path, block in modules_at(model, blocks).items():
+        for name, module in block.named_modules(prefix=path):
             if module._backward_hooks:
                 _log.warning(
                     "%s has a backward hook, whose grad_input is this rank's term of the gradient: the sum over the "
