@@ -173,13 +173,21 @@ class MadeTensors(TorchFunctionMode):
 
     def take_back(self) -> list[tuple[list[Any], list[Any]]]:
         """Take those that are left out of lists that were there before, of which a loss may be the sum when they are
-        next looked at; a new list may be what a cache has. Returns these lists, and what was in them before."""
+        next looked at; a new list may be what a cache has, and torch's objects have theirs for themselves. Returns
+        these lists, and what was in them before."""
         left = self.left()
         ids = {id(x) for x in left}
         holders = [x for x in gc.get_referrers(*left) if type(x) is list and id(x) in self._lists] if left else []
-        before = [(holder, [x for x in holder if id(x) not in ids]) for holder in holders]
+        before = [(x, [item for item in x if id(item) not in ids]) for x in holders if not _is_internal(x)]
         put_back_lists(before)
         return before
+
+
+def _is_internal(holder: list[Any]) -> bool:
+    """Whether an object of torch or of this package has the list, as fully_shard's of what they have gathered."""
+    owners = gc.get_referrers(holder)
+    owners += [owner for found in owners if type(found) is dict for owner in gc.get_referrers(found)]
+    return any(type(owner).__module__.partition(".")[0] in ("torch", "fastpar") for owner in owners)
 
 
 def put_back_lists(before: list[tuple[list[Any], list[Any]]]) -> None:
