@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import random
 import sys
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +113,53 @@ def attributes_as_they_were(model: nn.Module) -> Iterator[Callable[[], None]]:
 
 
 @contextlib.contextmanager
+def collections_as_they_were(model: nn.Module) -> Iterator[None]:
+    """Undo what has been put into containers outside of the modules: by other people's hooks on them, into what these
+    enclose, are bound to, or name among globals; and by modules, into objects that they hold."""
+    hooks = [h for m in model.modules() for h in (*m._forward_hooks.values(), *m._forward_pre_hooks.values())]
+    objects = [value for module in model.modules() for value in own_attributes(module).values()]
+    values = [x for hook in hooks for x in _reached_by(hook)]
+    values += [x for value in objects if not isinstance(value, nn.Module) for x in _attributes_of(value)]
+    contents = [(container, items_of(container)) for container in containers_in(values)]
+    try:
+        yield
+    finally:
+        for container, items in contents:
+            if _has_tensors(container):
+                put_back(container, items)
+
+
+def _reached_by(function: Any) -> Iterator[Any]:
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values(), *_reached_by(function.func))
+    elif isinstance(function, MethodType):
+        yield from (*_attributes_of(function.__self__), *_reached_by(function.__func__))
+    elif isinstance(function, FunctionType) and not _is_internal(function):
+        yield from (x for cell in function.__closure__ or () if (x := _content(cell)) is not None)
+        yield from (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+        yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+    else:
+        yield from _attributes_of(function)
+
+
+def _attributes_of(value: Any) -> list[Any]:
+    is_plain = isinstance(value, (Tensor, type, ModuleType, FunctionType)) or _is_internal(type(value))
+    return [] if is_plain else list(getattr(value, "__dict__", {}).values())
+
+
+def _is_internal(found: Any) -> bool:
+    """Whether it is code of torch or of this package, such as fully_shard's, which have lists for themselves."""
+    return str(getattr(found, "__module__", None)).partition(".")[0] in ("torch", "fastpar")
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not assigned yet
+        return None
+
+
+@contextlib.contextmanager
 def buffers_as_they_were(model: nn.Module) -> Iterator[Callable[[], None]]:
     """Undo what code has written to buffers; yields what does so at once."""
     held = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
@@ -173,21 +222,16 @@ class MadeTensors(TorchFunctionMode):
 
     def take_back(self) -> list[tuple[list[Any], list[Any]]]:
         """Take those that are left out of lists that were there before, of which a loss may be the sum when they are
-        next looked at; a new list may be what a cache has, and torch's objects have theirs for themselves. Returns
-        these lists, and what was in them before."""
+        next looked at; a new list may be what a cache has. Returns these lists, and what was in them before.
+
+        For runs with gradients alone: without them fully_shard's lists of what they have gathered count as well.
+        """
         left = self.left()
         ids = {id(x) for x in left}
         holders = [x for x in gc.get_referrers(*left) if type(x) is list and id(x) in self._lists] if left else []
-        before = [(x, [item for item in x if id(item) not in ids]) for x in holders if not _is_internal(x)]
+        before = [(holder, [x for x in holder if id(x) not in ids]) for holder in holders]
         put_back_lists(before)
         return before
-
-
-def _is_internal(holder: list[Any]) -> bool:
-    """Whether an object of torch or of this package has the list, as fully_shard's of what they have gathered."""
-    owners = gc.get_referrers(holder)
-    owners += [owner for found in owners if type(found) is dict for owner in gc.get_referrers(found)]
-    return any(type(owner).__module__.partition(".")[0] in ("torch", "fastpar") for owner in owners)
 
 
 def put_back_lists(before: list[tuple[list[Any], list[Any]]]) -> None:

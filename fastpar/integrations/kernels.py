@@ -223,7 +223,7 @@ def _leaves_traces(twin: nn.Module, size: int, device: torch.device) -> bool:
     activations: a fused op would not."""
     hooks = dict(twin._forward_hooks)  # which see what the fused module returns, too
     twin._forward_hooks.clear()
-    made, is_written = MadeTensors(), False
+    made, is_written = MadeTensors(lists=True), False
     try:
         for is_training in (False, True):
             before = _held(twin.train(is_training))

@@ -160,6 +160,47 @@ def test_lists_that_the_first_forward_puts_into_a_cache_stay_there() -> None:
     run_ranks(2, _cached_lists)
 
 
+SEEN: list[Tensor] = []
+
+
+class Collector:
+    def __init__(self) -> None:
+        self.seen: dict[str, list[Tensor]] = {"outputs": []}
+
+    def __call__(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
+        self.seen["outputs"].append(output.square().mean())
+
+
+class CollectingStack(Stack):
+    """Collects in an object of its own, too."""
+
+    def __init__(self, *layers: nn.Module):
+        super().__init__(*layers)
+        self.collector = Collector()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.collector(self, (), out)
+        return out
+
+
+def _collected() -> None:
+    torch.manual_seed(0)
+    model, seen, other = CollectingStack(Layer(), Layer()), [], Collector()
+    fp.parallelize(model, dist.group.WORLD, LAYER, sequence_parallel=True)
+    model.register_forward_hook(lambda _m, _a, out: seen.append(out.mean()))
+    model.register_forward_hook(lambda _m, _a, out: SEEN.append(out.mean()))
+    model.register_forward_hook(other)
+    SEEN.clear()
+    for count in (1, 2):
+        model(torch.ones(2, 9, 6))
+        assert [len(x) for x in (seen, SEEN, other.seen["outputs"], model.collector.seen["outputs"])] == [count] * 4
+
+
+def test_what_hooks_and_objects_collect_is_of_the_forwards_that_were_called() -> None:
+    run_ranks(2, _collected)
+
+
 def _fewer_layers(sequence_parallel: bool) -> None:
     model = _stack(Layer(), Layer(), Layer())
     plain = Stack(*copy.deepcopy(list(model.layers)[:2]))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fastpar.comm import CommError, Communicator
-from fastpar.contracts.rehearsal import MadeTensors, own_attributes, same_generators
+from fastpar.contracts.rehearsal import collections_as_they_were, own_attributes, same_generators
 from fastpar.parallel.guards.positions import as_it_was
 from fastpar.tensor.grid import GridRegion
 from fastpar.tensor.sequence import SequenceRegion, whole_stream
@@ -56,20 +56,18 @@ class StreamGuard:
             _warn_of_hooks(model, self.layers)
         self._modes.add(model.training)
         self._before = _kept(model)
-        self.is_running, made = True, MadeTensors(lists=True)
+        self.is_running = True
         try:
-            with torch.no_grad(), same_generators(), as_it_was(model):
-                with whole_stream(self.regions), made:
+            with torch.no_grad(), same_generators(), as_it_was(model), collections_as_they_were(model):
+                with whole_stream(self.regions):
                     output = model(*args, **kwargs)
                 self._wanted = _numbers(output) | self._changed(model)
-                del output
         except CommError:
             raise
         except Exception as error:  # of the model's own code: any
             _log.info("%s could not be run with its stream whole: %s", type(model).__name__, error)
         finally:
             self.is_running = False
-            made.take_back()
 
     @torch.no_grad()
     def after(self, model: nn.Module, output: Any) -> None:
