@@ -25,16 +25,19 @@ TOLERANCE = 1e-2  # gradients of 16 bits are rounded when they are scaled
 
 
 class GradScale:
-    """Of one rank: `begin` with its gradients as they are, `take` the factor by which a step found them scaled."""
+    """Of one rank: `begin` with its gradients as they are, `take` the factor by which a step found them scaled.
+
+    Only `take` reads numbers on the host, which would wait for a device.
+    """
 
     def __init__(self) -> None:
         self._noted: list[tuple[weakref.ref[Tensor], Tensor, Tensor]] = []  # parameter, places, values
-        self._factor: float | None = None
+        self._pairs: list[tuple[Tensor, Tensor]] = []  # the values at those places in the step, and before
         _WATCHES.add(self)
         _look_in_steps()
 
     def begin(self, parameters: Iterable[Tensor]) -> None:
-        self._noted, self._factor = [], None
+        self._noted, self._pairs = [], []
         own = [p for p in parameters if p.requires_grad]
         for parameter in own[:: max(1, math.ceil(len(own) / PARAMETERS))]:
             grad = _grad_of(parameter)
@@ -43,9 +46,7 @@ class GradScale:
             places = torch.arange(0, grad.numel(), math.ceil(grad.numel() / ELEMENTS), device=grad.device)
             order = grad[places].abs().argsort(descending=True)
             places = places[order[[0, len(order) // 4, len(order) // 2]]]
-            values = grad[places].clone()
-            if bool((values != 0).all()):
-                self._noted.append((weakref.ref(parameter), places, values))
+            self._noted.append((weakref.ref(parameter), places, grad[places].clone()))
 
     def look(self, optimizer: Optimizer) -> None:
         """Before the first step after `begin` of an optimizer that has a parameter of these."""
@@ -55,18 +56,19 @@ class GradScale:
             return
         self._noted = []
         grads = [_grad_of(parameter) for parameter, _, _ in noted]
-        if len(noted) < 2 or any(grad is None for grad in grads):
-            return
-        pairs = [(grad[places].double(), x) for grad, (_, places, x) in zip(grads, noted, strict=True)]  # type: ignore[index]
-        factors = torch.cat([now.cpu() / then.double().cpu() for now, then in pairs])
-        factor = float(factors.median())
-        if factor and float((factors / factor - 1).abs().max()) <= TOLERANCE:
-            self._factor = factor
+        if not any(grad is None for grad in grads):
+            self._pairs = [(grad[places], x) for grad, (_, places, x) in zip(grads, noted, strict=True)]  # type: ignore[index]
 
     def take(self) -> float | None:
         """The factor of the last step, once; None where there was none."""
-        factor, self._factor = self._factor, None
-        return factor
+        pairs = [(now.double().cpu(), then.double().cpu()) for now, then in self._pairs]
+        self._pairs = []
+        each = [now / then for now, then in pairs if bool((then != 0).all())]
+        if len(each) < 2:
+            return None
+        factors = torch.cat(each)
+        factor = float(factors.median())
+        return factor if factor and float((factors / factor - 1).abs().max()) <= TOLERANCE else None
 
 
 def compare_factors(factors: Sequence[float | None]) -> None:
