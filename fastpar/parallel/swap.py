@@ -121,7 +121,8 @@ class Swap:
             changes.set(model, "loss_function", loss)
             self.explanation.add("(loss)", "vocab", "", note)
         if callable(getattr(type(model), "generate", None)):
-            regions = [region for region in context.regions.values() if context.grid is not None]
+            # Whole: a step of one token is fewer than ranks, and code between the blocks fails on an empty part.
+            regions = list(context.regions.values())
             changes.set(model, "generate", GatheringCall(model, "generate", heads, context.comm, regions))
 
     def _connect_parts(self) -> None:

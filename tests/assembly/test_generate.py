@@ -54,6 +54,20 @@ def test_a_split_model_generates_in_every_way_what_one_process_does() -> None:
     run_ranks(2, _ways_of_a_split_model)
 
 
+def _steps_of_fewer_tokens_than_ranks() -> None:
+    plain: Any = build_model("llama", torch.float32).eval()
+    model: Any = fp.parallelize(copy.deepcopy(plain), fp.init_mesh(tp=2, device="cpu"), sequence_parallel=True)
+    seen: list[int] = []
+    model.model.layers[1].register_forward_pre_hook(lambda _m, args: seen.append(args[0].size(1)))
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 4, "pad_token_id": 0}
+    assert torch.equal(model.generate(_prompts(2), **options), plain.generate(_prompts(2), **options))
+    assert min(seen) == 1  # of a rank without a position it would be none, on which code between the blocks may fail
+
+
+def test_a_sequence_parallel_model_generates_with_its_stream_whole() -> None:
+    run_ranks(2, _steps_of_fewer_tokens_than_ranks)
+
+
 def _ends_at_different_steps(kind: str) -> tuple[int, int]:
     """Tokens of this rank's sequence, and the steps that the model was called for."""
     warnings.simplefilter("ignore")
